@@ -1,0 +1,81 @@
+"""The table of operators: which function runs (domain, operator, version), and how it wants its inputs.
+
+An operator is one function. Positional parameters are the ONNX inputs in order (None for an absent one, `*name` for a
+variadic one); keyword-only parameters are the attributes under their ONNX names with the schema's defaults. It returns
+one value, or a tuple where the operator has several outputs. Reserved parameters, given by the plan where they appear:
+
+    xp           first positional: numpy where every input is a host value, else mlx.core
+    outputs      keyword-only: how many outputs the node asks for (trailing ones may be left out)
+
+A value is an mx.array, or a NumPy array on the host ("host value": shapes, small integers, and the types that MLX does
+not have). `host=(1,)` names the inputs that are wanted as NumPy arrays. `planned=True` marks a function that is called
+once, while planning, with a `Node`, and returns the callable that runs: for control flow and prepared weights.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+NEWEST = 10_000
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One row: `run` serves versions since..until of domain::name."""
+
+    domain: str
+    name: str
+    since: int
+    until: int
+    run: Callable[..., Any]
+    host: tuple[int, ...] = ()
+    planned: bool = False
+
+    @property
+    def takes_xp(self) -> bool:
+        """Whether the function serves NumPy and MLX alike, given the module to use."""
+        return next(iter(inspect.signature(self.run).parameters), "") == "xp"
+
+
+_TABLE: dict[tuple[str, str], list[Operator]] = {}
+
+
+def op(
+    *names: str, since: int = 1, until: int = NEWEST, domain: str = "", host: tuple[int, ...] = (), planned: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function for versions since..until (both included) of one or more operators."""
+
+    def register(run: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            rows = _TABLE.setdefault((domain, name), [])
+            if any(row.since <= until and since <= row.until for row in rows):
+                raise ValueError(f"{domain}::{name} {since} to {until} overlaps a registered range")
+            rows.append(Operator(domain, name, since, until, run, host, planned))
+        return run
+
+    return register
+
+
+def load() -> None:
+    """Import every family of operators, which fills the table."""
+    from lut4tool.runtime import ops
+
+    for module in pkgutil.iter_modules(ops.__path__):
+        importlib.import_module(f"{ops.__name__}.{module.name}")
+
+
+def find(domain: str, name: str, version: int) -> Operator | None:
+    """Return the row that serves this version, or None."""
+    domain = "" if domain == "ai.onnx" else domain
+    return next((row for row in _TABLE.get((domain, name), ()) if row.since <= version <= row.until), None)
+
+
+def operators() -> Iterator[Operator]:
+    """Every row, by domain, name and version."""
+    for key in sorted(_TABLE):
+        yield from sorted(_TABLE[key], key=lambda row: row.since)
