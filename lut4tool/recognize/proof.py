@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import onnx
 
@@ -50,6 +51,18 @@ class Proof:
     opset: int
     kept: bool = True  # the producer's bytes serve as they are
 
+    def to_json(self) -> dict[str, Any]:
+        """The facts of DESIGN section 7, for rewrite's and inspect's reports."""
+        return {
+            "node": self.site.name,
+            "op": self.op,
+            "rows": self.rows,
+            "cols": self.cols,
+            "block_size": self.block_size,
+            "weight_dtype": self.weight_dtype,
+            "bytes": "kept" if self.kept else "repacked",
+        }
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -58,6 +71,10 @@ class Refusal:
     node: str
     reason: str
     at: str
+
+    def to_json(self) -> dict[str, str]:
+        """The facts of DESIGN section 7."""
+        return {"node": self.node, "reason": self.reason, "at": self.at}
 
 
 @dataclass(frozen=True)
@@ -71,6 +88,10 @@ class Witness:
     def all(self) -> bool:
         """Whether every element was compared."""
         return self.compared == self.elements
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts of DESIGN section 7."""
+        return {"compared": self.compared, "elements": self.elements, "all": self.all}
 
 
 @dataclass(frozen=True, eq=False)

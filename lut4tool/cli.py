@@ -1,0 +1,455 @@
+"""The command line: each command calls one library function and prints what it returns."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lut4tool import __version__
+from lut4tool.errors import Lut4Error
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NOTHING_TO_REWRITE = 3
+DIFFERS = 4
+
+app = typer.Typer(
+    name="lut4tool",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Prove, rewrite and run ONNX models whose 4-bit weights are decoded through a lookup table.",
+)
+
+ModelArgument = Annotated[Path, typer.Argument(metavar="MODEL", help="An ONNX file.", show_default=False)]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else there.")]
+ExternalOption = Annotated[
+    list[Path] | None,
+    typer.Option("--allow-external", metavar="DIR", help="A folder outside the model's that its weights may lie in."),
+]
+
+
+def main() -> None:
+    """Run the command line; exit 0 done, 1 error, 2 usage, 3 nothing to rewrite, 4 outputs or a witness differ."""
+    try:
+        app()
+    except Lut4Error as error:
+        status = DIFFERS if type(error).__name__ == "WitnessMismatch" else 1
+        _fail(str(error), status)
+    except OSError as error:
+        _fail(f"{error.filename or 'a file'}: {error.strerror or error}", 1)
+    except MemoryError:
+        _fail("there is not enough memory for this", 1)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except Exception as error:
+        if os.environ.get("LUT4TOOL_TRACEBACK"):
+            raise
+        _fail(f"internal error, {type(error).__name__}: {error} (LUT4TOOL_TRACEBACK=1 shows where)", 1)
+
+
+def _fail(message: str, status: int) -> None:
+    print("lut4tool: " + " ".join(message.split()), file=sys.stderr)
+    sys.exit(status)
+
+
+def _console(json_output: bool = False) -> Console:
+    """Where tables and sentences go: stdout, or stderr where stdout is one JSON document."""
+    from rich.console import Console
+
+    wide = None if sys.stdout.isatty() else 160
+    return Console(stderr=json_output, highlight=False, width=wide, soft_wrap=True)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None] | None]:
+    """Yield `report(what, done, total)` that draws a bar on stderr, or None where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield report
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    print(json.dumps(document, indent=2))
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    context: typer.Context, show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
+    """Print the version where it is asked for."""
+    if show:
+        print(f"lut4tool {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def rewrite(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="The ONNX file to rewrite.", show_default=False)],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Where to write; IN itself is allowed.", show_default=False)
+    ],
+    verify: Annotated[bool, typer.Option("--verify", help="Compare every block with the original chain.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Prove and check, but write nothing.")] = False,
+    vendor: Annotated[bool, typer.Option("--vendor", help="Also rewrite MatMulBnb4 and MatMulNBits.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing OUT.")] = False,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="Write a .json or .html report.")
+    ] = None,
+    allow_external: ExternalOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Replace each proved 4-bit decode chain with one node that keeps the weight packed."""
+    from lut4tool.rewrite import rewrite as rewrite_file
+
+    if report is not None and report.suffix not in (".json", ".html"):
+        raise typer.BadParameter("the report's name ends in .json or .html", param_hint="--report")
+    with _progress() as progress:
+        result = rewrite_file(
+            source,
+            target,
+            verify=verify,
+            dry_run=dry_run,
+            vendor=vendor,
+            force=force,
+            allow_external=tuple(allow_external or ()),
+            progress=progress,
+        )
+    document = result.to_json()
+    if report is not None:
+        _write_report(report, document, f"{source.name} rewritten by lut4tool {__version__}")
+    if json_output:
+        _print_json(document)
+    else:
+        console = _console()
+        _print_sites(console, document, "rewritten")
+        for note in result.notes:
+            console.print(note)
+        if document["rewritten"]:
+            verb = "would write" if dry_run else "wrote"
+            console.print(
+                f"{verb} {target}: {_size(result.output_bytes)} (was {_size(result.input_bytes)});"
+                f" weights {_size(result.packed_bytes)} packed, {_size(result.dense_bytes)} if decoded"
+            )
+        else:
+            console.print("nothing to rewrite; nothing written")
+    if not document["rewritten"]:
+        raise typer.Exit(NOTHING_TO_REWRITE)
+
+
+def _write_report(path: Path, document: dict[str, Any], title: str) -> None:
+    """Write the report atomically, as JSON or as one self-contained page."""
+    from lut4tool.storage import write_atomic
+
+    if path.suffix == ".json":
+        write_atomic(path, json.dumps(document, indent=2).encode())
+        return
+    from rich.console import Console
+
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        page = Console(file=nowhere, record=True, width=160, highlight=False)
+        page.print(title)
+        _print_sites(page, document, "rewritten")
+        write_atomic(path, page.export_html(inline_styles=True).encode())
+
+
+def _print_sites(console: Console, document: dict[str, Any], key: str) -> None:
+    """Print the table of proved sites and the sentence of each refusal."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    if document[key]:
+        table = Table(title=f"{len(document[key])} {key}", title_justify="left")
+        for heading in ("node", "operator", "rows x cols", "block", "weight type", "bytes", "witness"):
+            table.add_column(heading, overflow="fold")
+        for site in document[key]:
+            witness = site.get("witness")
+            checked = "-" if witness is None else "all" if witness["all"] else f"{witness['compared']:,} elements"
+            table.add_row(
+                escape(site["node"]),
+                site["op"],
+                f"{site['rows']} x {site['cols']}",
+                str(site["block_size"]),
+                site["weight_dtype"],
+                site["bytes"],
+                checked,
+            )
+        console.print(table)
+    for refusal in document["refused"]:
+        console.print(f"refused: {escape(refusal['node'])}: {escape(refusal['reason'])}")
+
+
+@app.command()
+def inspect(model: ModelArgument, json_output: JsonOption = False) -> None:
+    """Say which chains are found, which are refused and why, and what the weights cost packed and dense."""
+    from lut4tool.recognize.summary import summarize
+
+    summary = summarize(model)
+    document = summary.to_json()
+    if json_output:
+        _print_json(document)
+        return
+    console = _console()
+    _print_sites(console, document, "found")
+    if not document["found"]:
+        console.print("no 4-bit decode chain found")
+    operators = ", ".join(f"{name} {count}" for name, count in document["operators"].items())
+    console.print(f"operators: {operators}")
+    console.print(f"file {_size(document['file_bytes'])}, external data {_size(document['external_bytes'])}")
+    if document["found"]:
+        console.print(
+            f"weights of the found chains: {_size(document['packed_bytes'])} packed,"
+            f" {_size(document['dense_bytes'])} once decoded"
+        )
+    for advice in summary.advice:
+        console.print(advice)
+
+
+@app.command()
+def run(
+    model: ModelArgument,
+    inputs: Annotated[Path | None, typer.Option("--inputs", metavar="X.npz", help="Inputs by name.")] = None,
+    one: Annotated[
+        list[str] | None, typer.Option("-i", metavar="NAME=X.npy", help="One input; may be repeated.")
+    ] = None,
+    random: Annotated[bool, typer.Option("--random", help="Draw the inputs that are not given.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of --random.")] = 0,
+    dim: Annotated[list[str] | None, typer.Option(metavar="NAME=N", help="Size of a symbolic dimension.")] = None,
+    rewrite_first: Annotated[bool, typer.Option("--rewrite", help="Rewrite the chains in memory first.")] = False,
+    outputs: Annotated[Path | None, typer.Option("--outputs", metavar="Y.npz", help="Write the outputs.")] = None,
+    expected: Annotated[Path | None, typer.Option("--expected", metavar="Y.npz", help="Compare the outputs.")] = None,
+    rtol: Annotated[float, typer.Option(help="Of the largest expected magnitude of an output.")] = 1e-5,
+    atol: Annotated[float, typer.Option(help="Added to --rtol's bound.")] = 1e-6,
+    device: Annotated[str, typer.Option(help="auto, metal, cuda or cpu.")] = "auto",
+    repeat: Annotated[int, typer.Option(min=1, help="Timed runs.")] = 1,
+    warmup: Annotated[int, typer.Option(min=0, help="Runs before them.")] = 0,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="T.json", help="Write a Chrome trace of the last run.")
+    ] = None,
+    allow_external: ExternalOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Run a model with MLX and print its outputs, times and the kernels that served."""
+    from lut4tool.recognize import recognize
+    from lut4tool.runtime.running import run_model
+    from lut4tool.storage import Tensors, read_model
+
+    proto = read_model(model)
+    tensors = Tensors(model.parent, tuple(allow_external or ()))
+    if rewrite_first:
+        from lut4tool.rewrite import rewrite_model
+
+        with _progress() as progress:
+            rewrite_model(proto, tensors, progress=progress)
+    left = 0 if rewrite_first else len(recognize(proto).proofs)
+    result = run_model(
+        proto,
+        tensors,
+        given=(*([str(inputs)] if inputs else ()), *(one or ())),
+        random_seed=seed if random else None,
+        dims=tuple(dim or ()),
+        device=device,
+        repeat=repeat,
+        warmup=warmup,
+        profile=profile,
+        save=outputs,
+        expected=expected,
+        rtol=rtol,
+        atol=atol,
+    )
+    document = result.to_json()
+    if json_output:
+        _print_json(document)
+    else:
+        _print_run(_console(), document)
+    if left:
+        print(
+            f"lut4tool: {left} product{'s' if left > 1 else ''} of this model decode{'s' if left == 1 else ''} 4-bit"
+            f" weights to dense ones at each run; `lut4tool rewrite {model} OUT` or `run --rewrite` keeps them packed",
+            file=sys.stderr,
+        )
+    if any(not row["within"] for row in document["expected"]):
+        raise typer.Exit(DIFFERS)
+
+
+def _print_run(console: Console, document: dict[str, Any]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="outputs", title_justify="left")
+    for heading in ("name", "type", "shape", "min", "mean", "max"):
+        table.add_column(heading, overflow="fold")
+    for row in document["outputs"]:
+        figures = [f"{row[key]:.6g}" if row[key] is not None else "-" for key in ("min", "mean", "max")]
+        table.add_row(escape(row["name"]), row["type"], str(row["shape"]), *figures)
+    console.print(table)
+    if document["expected"]:
+        table = Table(title="against the expected", title_justify="left")
+        for heading in ("name", "max abs", "max rel", "cosine", "NaN here / there", "within"):
+            table.add_column(heading, overflow="fold")
+        for row in document["expected"]:
+            nans = f"{row['nan']} / {row['nan_expected']}"
+            figures = [f"{row[key]:.3g}" if row[key] is not None else "-" for key in ("max_abs", "max_rel", "cosine")]
+            table.add_row(escape(row["name"]), *figures, nans, "yes" if row["within"] else f"no: {row['why']}")
+        console.print(table)
+    for kernel in document["kernels"]:
+        console.print(f"{escape(kernel['node'])}: {kernel['kernel']}")
+    times = document["milliseconds"]
+    console.print(
+        f"load {document['load_milliseconds']:.1f} ms, run {times['median']:.2f} ms"
+        f" (median of {times['count']}; {times['min']:.2f} to {times['max']:.2f}) on {document['device']},"
+        f" peak memory {_size(document['peak_bytes'])}"
+    )
+    for row in document["profile"]:
+        console.print(f"{row['milliseconds']:9.3f} ms  {row['count']:5d}  {row['op']}  {row['where']}")
+
+
+@app.command()
+def quantize(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A float ONNX file.", show_default=False)],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Where to write.", show_default=False)],
+    codebook: Annotated[str, typer.Option(metavar="nf4|fp4|FILE", help="The table, or a file of 16 numbers.")] = "nf4",
+    block_size: Annotated[int, typer.Option(help="Elements that share a scale.")] = 64,
+    rounding: Annotated[str | None, typer.Option(help="float16 or bfloat16: round each decoded weight.")] = None,
+    match: Annotated[str | None, typer.Option(metavar="REGEX", help="Only weights whose name this finds.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing OUT.")] = False,
+    json_output: JsonOption = False,
+) -> None:
+    """Spell MatMul and Gemm weights of a float model as the standard 4-bit decode chain."""
+    from rich.markup import escape
+
+    from lut4tool.produce import quantize_file
+
+    with _progress() as progress:
+        result = quantize_file(
+            source,
+            target,
+            codebook=codebook,
+            block_size=block_size,
+            rounding=rounding,
+            match=match,
+            force=force,
+            progress=progress,
+        )
+    document = result.to_json()
+    if json_output:
+        _print_json(document)
+    else:
+        console = _console()
+        for row in document["quantized"]:
+            console.print(
+                f"quantized {escape(row['weight'])} {row['rows']} x {row['cols']}: largest error {row['max_error']:.3g},"
+                f" rms {row['rms_error']:.3g} of its block's largest value"
+            )
+        for row in document["left"]:
+            console.print(f"left {escape(row['weight'])}: {escape(row['reason'])}")
+        if document["quantized"]:
+            console.print(
+                f"wrote {target}: {_size(document['output_bytes'])} (was {_size(document['input_bytes'])});"
+                " next: lut4tool rewrite"
+            )
+        else:
+            console.print("nothing to quantize; nothing written")
+    if not document["quantized"]:
+        raise typer.Exit(NOTHING_TO_REWRITE)
+
+
+@app.command()
+def ops(json_output: JsonOption = False) -> None:
+    """List the operators that `run` serves, with the versions of each."""
+    from lut4tool.runtime import registry
+
+    registry.load()
+    rows = [
+        {"domain": row.domain or "ai.onnx", "op": row.name, "since": row.since, "until": row.until}
+        for row in registry.operators()
+    ]
+    for row in rows:
+        row["until"] = None if row["until"] == registry.NEWEST else row["until"]
+    if json_output:
+        _print_json({"operators": rows})
+        return
+    for row in rows:
+        until = "newest" if row["until"] is None else row["until"]
+        print(f"{row['domain']}::{row['op']} {row['since']} to {until}")
+
+
+@app.command()
+def demo(
+    directory: Annotated[Path | None, typer.Option("--dir", metavar="D", help="Keep the models here.")] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Build a small transformer block with NF4 chains, rewrite it and run both, side by side."""
+    import tempfile
+
+    from lut4tool.demo import demo as run_demo
+
+    with tempfile.TemporaryDirectory() as scratch, _progress() as progress:
+        result = run_demo(directory or Path(scratch), progress=progress)
+    if json_output:
+        _print_json(result.to_json())
+    else:
+        _console().print(result.table())
+
+
+@app.command()
+def selftest(
+    device: Annotated[str, typer.Option(help="auto, metal, cuda or cpu.")] = "auto", json_output: JsonOption = False
+) -> None:
+    """Check every kernel of this machine against float64 on the host; exit 4 where one is out of its bound."""
+    from rich.table import Table
+
+    from lut4tool.kernels.selftest import selftest as run_selftest
+
+    with _progress() as progress:
+        result = run_selftest(device, progress=progress)
+    document = result.to_json()
+    if json_output:
+        _print_json(document)
+    else:
+        console = _console()
+        table = Table(title=document["machine"], title_justify="left")
+        for heading in ("kernel", "case", "largest error / bound", "result"):
+            table.add_column(heading, overflow="fold")
+        for row in document["cases"]:
+            table.add_row(row["kernel"], row["case"], f"{row['ratio']:.3g}", "ok" if row["ok"] else "WRONG")
+        console.print(table)
+        for name, reason in document["unavailable"].items():
+            console.print(f"{name}: not on this machine ({reason})")
+        wrong = sum(not row["ok"] for row in document["cases"])
+        console.print(f"{len(document['cases']) - wrong} of {len(document['cases'])} cases hold their bound")
+    if not all(row["ok"] for row in document["cases"]):
+        raise typer.Exit(DIFFERS)
+
+
+if __name__ == "__main__":
+    main()
