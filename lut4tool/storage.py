@@ -1,0 +1,317 @@
+"""Model files and the weights beside them: safe paths, mapped views, clear limits, atomic writes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import BinaryIO
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
+
+from lut4tool.errors import Lut4Error
+
+#: Protobuf reads and writes no message from this size on.
+PROTO_LIMIT = (1 << 31) - 1
+
+#: Types that share bytes in raw data: TensorProto name -> bits an element.
+_SUB_BYTE = {"UINT4": 4, "INT4": 4, "FLOAT4E2M1": 4, "UINT2": 2, "INT2": 2, "FLOAT6E2M3": 6, "FLOAT6E3M2": 6}
+
+PathLike = str | os.PathLike[str]
+
+
+class StorageError(Lut4Error):
+    """A file that cannot be read or written as asked, or external data that is not where the model says."""
+
+
+def read_model(path: PathLike) -> onnx.ModelProto:
+    """Read an ONNX model; external data stays in its files.
+
+    Raises StorageError, one sentence, for a missing, empty, cut, oversized, unreadable or foreign file.
+    """
+    name = os.fspath(path)
+    try:
+        with open(name, "rb") as file:
+            facts = os.fstat(file.fileno())
+            if not stat.S_ISREG(facts.st_mode):
+                raise StorageError(f"{name} is not a regular file; an .onnx file is expected")
+            if facts.st_size == 0:
+                raise StorageError(f"{name} is empty")
+            if facts.st_size > PROTO_LIMIT:
+                raise StorageError(f"{name} is {size_text(facts.st_size)}; protobuf reads at most 2 GiB, so its weights must be external data")  # fmt: skip
+            data = file.read()
+    except OSError as error:
+        raise StorageError(f"cannot read {name}: {_reason(error)}") from error
+    return parse_model(data, name)
+
+
+def parse_model(data: bytes, name: str = "the model") -> onnx.ModelProto:
+    """Parse the bytes of an ONNX model; `name` is what an error calls it. Raises StorageError."""
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(data)
+    except DecodeError as error:
+        raise StorageError(f"{name} is cut short or is not an ONNX model") from error
+    if not model.HasField("graph") or (model.ir_version >= 3 and not model.opset_import):
+        missing = "opset_import" if model.HasField("graph") else "graph"
+        raise StorageError(f"{name} is cut short or is not an ONNX model: it has no {missing}")
+    return model
+
+
+def nbytes(tensor: onnx.TensorProto) -> int:
+    """Bytes of a tensor as raw data, from its type and dims alone (strings: the bytes they hold)."""
+    if tensor.data_type == onnx.TensorProto.STRING:
+        return sum(map(len, tensor.string_data))
+    try:
+        kind = onnx.TensorProto.DataType.Name(tensor.data_type)
+        bits = _SUB_BYTE.get(kind) or 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    except (KeyError, ValueError) as error:
+        raise StorageError(f"tensor '{tensor.name}' has unknown type {tensor.data_type}") from error
+    if any(dim < 0 for dim in tensor.dims):
+        raise StorageError(f"tensor '{tensor.name}' has negative dims {list(tensor.dims)}")
+    return -(-math.prod(tensor.dims) * bits // 8)
+
+
+def is_external(tensor: onnx.TensorProto) -> bool:
+    """Whether the tensor's data is in a file beside the model."""
+    return tensor.data_location == onnx.TensorProto.EXTERNAL
+
+
+def location(tensor: onnx.TensorProto) -> str:
+    """The path that an external tensor gives, as written."""
+    return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+
+
+class Tensors:
+    """Values of a model's tensors; a file of external data is mapped once, read-only.
+
+    base_dir: the model's folder (None: no file, so external data is refused).
+    allow_external: folders outside it that may hold data, such as the blobs that a model hub's links lead to.
+    """
+
+    def __init__(self, base_dir: PathLike | None, allow_external: Iterable[PathLike] = ()) -> None:
+        self.base_dir = None if base_dir is None else os.fspath(base_dir) or "."
+        self._folders = [os.path.realpath(folder) for folder in allow_external]
+        if self.base_dir is not None:
+            self._folders.append(os.path.realpath(self.base_dir))
+        self._maps: dict[str, np.ndarray] = {}
+
+    def array(self, tensor: onnx.TensorProto) -> np.ndarray:
+        """Return the tensor as a read-only array: a view where bytes are stored as they are used.
+
+        bfloat16, float8 and the sub-byte types come as ml_dtypes (sub-byte: one element a byte, a copy).
+        A view of external data may be unaligned. Raises StorageError.
+        """
+        if tensor.HasField("segment"):
+            raise StorageError(f"tensor '{tensor.name}' is stored in segments, which ONNX runtimes do not read")
+        size = nbytes(tensor)
+        if is_external(tensor):
+            raw = self._external(tensor, size)
+        elif tensor.HasField("raw_data"):
+            raw = np.frombuffer(tensor.raw_data, np.uint8)
+            if raw.size != size:
+                raise StorageError(f"tensor '{tensor.name}' holds {raw.size} bytes; its type and dims need {size}")
+        else:
+            return _converted(tensor)
+        if onnx.TensorProto.DataType.Name(tensor.data_type) in _SUB_BYTE:
+            packed = onnx.TensorProto(
+                data_type=tensor.data_type, dims=tensor.dims, name=tensor.name, raw_data=raw.tobytes()
+            )
+            return _converted(packed)
+        return raw.view(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)).reshape(tuple(tensor.dims))
+
+    def path(self, tensor: onnx.TensorProto) -> str:
+        """Return the real path of an external tensor's file, checked. Raises StorageError."""
+        place = location(tensor)
+        what = f"external data of tensor '{tensor.name}'"
+        if self.base_dir is None:
+            raise StorageError(f"{what} is in file '{place}', but the model came without a folder: give base_dir")
+        if not place or "\0" in place:
+            raise StorageError(f"{what} has no usable location")
+        if PurePosixPath(place).is_absolute() or PureWindowsPath(place).anchor:
+            raise StorageError(f"{what} has the absolute path '{place}'; a path relative to the model is expected")
+        real = os.path.realpath(os.path.join(self.base_dir, place))
+        if not any(_inside(real, folder) for folder in self._folders):
+            raise StorageError(
+                f"{what} is '{place}', which leads outside the model's folder to {real} "
+                f"(--allow-external {os.path.dirname(real)} would accept it)"
+            )
+        try:
+            mode = os.stat(real).st_mode
+        except OSError as error:
+            raise StorageError(f"{what}, file '{place}', cannot be read: {_reason(error)}") from error
+        if not stat.S_ISREG(mode):
+            raise StorageError(f"{what} is '{place}', which is not a regular file")
+        return real
+
+    def _external(self, tensor: onnx.TensorProto, size: int) -> np.ndarray:
+        """Bytes of an external tensor: a view of its file's map."""
+        data = self._map(tensor)
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        try:
+            offset, length = int(entries.get("offset") or 0), int(entries.get("length") or size)
+        except ValueError as error:
+            raise StorageError(f"external data of tensor '{tensor.name}' has an offset or length that is no number") from error  # fmt: skip
+        if offset < 0 or length != size:
+            raise StorageError(f"external data of tensor '{tensor.name}' has offset {offset} and length {length}; its type and dims need {size} bytes")  # fmt: skip
+        if offset + size > data.size:
+            raise StorageError(f"external data of tensor '{tensor.name}' ends at byte {offset + size} of '{location(tensor)}', which has {data.size}: the file is cut or is another model's")  # fmt: skip
+        return data[offset : offset + size]
+
+    def _map(self, tensor: onnx.TensorProto) -> np.ndarray:
+        real = self.path(tensor)
+        if real not in self._maps:
+            try:
+                empty = os.path.getsize(real) == 0
+                self._maps[real] = np.empty(0, np.uint8) if empty else np.memmap(real, np.uint8, "r")
+            except (OSError, ValueError) as error:
+                raise StorageError(f"external data file '{location(tensor)}' cannot be read: {_reason(error)}") from error  # fmt: skip
+        return self._maps[real]
+
+
+def write_atomic(path: PathLike, content: bytes | Callable[[BinaryIO], object]) -> None:
+    """Write a file whole or not at all: a temporary file beside it, fsync, then os.replace.
+
+    `content` is the bytes, or a function that writes them to the open file. On any error, Ctrl-C included, the
+    temporary file is removed and what was at `path` stays. An old file's mode is kept; a new one's is the umask's.
+    Raises StorageError where the system refuses.
+    """
+    name = os.fspath(path)
+    try:
+        with temporary(name) as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content)
+            commit(file, name)
+    except OSError as error:
+        raise StorageError(f"cannot write {name}: {_reason(error)}") from error
+
+
+@contextlib.contextmanager
+def temporary(path: str) -> Iterator[BinaryIO]:
+    """Open a new file beside `path`; it is removed at the end unless `commit` gave it its name."""
+    folder, base = os.path.split(path)
+    name = os.path.join(folder, f".{base[:100]}.{secrets.token_hex(6)}.tmp")
+    try:
+        with open(name, "xb") as file:
+            yield file
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def commit(file: BinaryIO, path: str) -> None:
+    """Give an open temporary file its name, durably."""
+    file.flush()
+    if os.path.isfile(path):
+        shutil.copymode(path, file.name)
+    os.fsync(file.fileno())
+    os.replace(file.name, path)
+    _sync_folder(os.path.dirname(path) or ".")
+
+
+def copy_new(source: PathLike, path: PathLike) -> None:
+    """Copy a file to a new name by the kernel, durably, holes as holes; an existing file is never touched.
+
+    Raises StorageError, or FileExistsError where the name is taken; nothing is left at `path` on any error or Ctrl-C.
+    """
+    target = os.fspath(path)
+    try:
+        with open(source, "rb") as reader, open(target, "xb") as writer:
+            try:
+                _copy_bytes(reader, writer)
+                os.fsync(writer.fileno())
+            except BaseException:
+                os.unlink(target)
+                raise
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise StorageError(f"cannot copy {os.fspath(source)} to {target}: {_reason(error)}") from error
+
+
+def size_text(size: int) -> str:
+    """A size as a person reads it: 61 bytes, 12.7 MB, 4.5 GB."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} bytes"
+
+
+def _copy_bytes(reader: BinaryIO, writer: BinaryIO) -> None:
+    """Copy the whole of one file into another, new one; only stretches that hold data are moved."""
+    size = os.fstat(reader.fileno()).st_size
+    os.ftruncate(writer.fileno(), size)
+    for start, stop in _stretches(reader.fileno(), size):
+        done = start
+        with contextlib.suppress(OSError, AttributeError):  # another file system, or not Linux: plain reads below
+            while done < stop:
+                moved = os.copy_file_range(reader.fileno(), writer.fileno(), stop - done, done, done)
+                if not moved:
+                    break
+                done += moved
+        reader.seek(done)
+        writer.seek(done)
+        while done < stop:
+            piece = reader.read(min(stop - done, 1 << 20))
+            if not piece:
+                raise OSError(errno.EIO, "the file shrank while it was copied")
+            writer.write(piece)
+            done += len(piece)
+    writer.flush()
+
+
+def _stretches(file: int, size: int) -> Iterator[tuple[int, int]]:
+    """Ranges of a file that are not holes; all of it where the system does not say."""
+    start = 0
+    while start < size:
+        try:
+            start = os.lseek(file, start, os.SEEK_DATA)
+            stop = os.lseek(file, start, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # only a hole is left
+                return
+            stop = size
+        except AttributeError:  # no SEEK_DATA on this system
+            stop = size
+        yield start, stop
+        start = stop
+
+
+def _sync_folder(folder: str) -> None:
+    """Make a rename in `folder` durable, where the system lets a folder be opened."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _inside(path: str, folder: str) -> bool:
+    return path.startswith(folder.rstrip(os.sep) + os.sep)
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, in the system's words and without its number."""
+    text = getattr(error, "strerror", None) or str(error)
+    return text[:1].lower() + text[1:]
+
+
+def _converted(tensor: onnx.TensorProto) -> np.ndarray:
+    """A tensor of typed fields, strings or shared bytes, by onnx."""
+    try:
+        array = onnx.numpy_helper.to_array(tensor)
+    except (ValueError, TypeError, KeyError, UnicodeDecodeError) as error:
+        raise StorageError(f"tensor '{tensor.name}' cannot be read: {error}") from error
+    array.flags.writeable = False
+    return array
