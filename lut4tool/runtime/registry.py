@@ -1,15 +1,21 @@
 """The table of operators: which function runs (domain, operator, version), and how it wants its inputs.
 
-An operator is one function. Positional parameters are the ONNX inputs in order (None for an absent one, `*name` for a
-variadic one); keyword-only parameters are the attributes under their ONNX names with the schema's defaults. It returns
-one value, or a tuple where the operator has several outputs. Reserved parameters, given by the plan where they appear:
+An operator is one function. Positional parameters are the ONNX inputs in order (None for an absent one: an optional
+input has the default None; `*name` for a variadic one); keyword-only parameters are the attributes under their ONNX
+names with the schema's defaults (an optional attribute without one: None; a required one has no default). Attributes
+come as int, float, str, list or, for tensors, NumPy arrays. It returns one value, or a tuple where the operator has
+several outputs (extra trailing values are dropped). Reserved parameters, given by the plan where they appear:
 
     xp           first positional: numpy where every input is a host value, else mlx.core
     outputs      keyword-only: how many outputs the node asks for (trailing ones may be left out)
 
-A value is an mx.array, or a NumPy array on the host ("host value": shapes, small integers, and the types that MLX does
-not have). `host=(1,)` names the inputs that are wanted as NumPy arrays. `planned=True` marks a function that is called
-once, while planning, with a `Node`, and returns the callable that runs: for control flow and prepared weights.
+A value is an mx.array, or a NumPy array on the host ("host value": shapes, small constants, and the types that MLX does
+not have), or a list of values for a sequence. Without `xp` and outside `host`, a NumPy array becomes an mx.array before
+the call, unless MLX lacks its type; with `xp`, all become mx.arrays where any is one. `host=(1,)` names the inputs
+wanted as NumPy arrays. `planned=True` marks a function that is called once, while planning, with a `Node`, and returns
+the callable that runs, which takes the inputs as any operator does: for control flow and prepared weights.
+
+A function may raise Unsupported while planning (planned ones) and any exception while running: the run names the node.
 """
 
 from __future__ import annotations
@@ -19,9 +25,16 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from lut4tool.errors import Lut4Error
+
 NEWEST = 10_000
+
+
+class Unsupported(Lut4Error):
+    """Operators, versions, attributes or types that the runtime does not serve; found while planning, all at once."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +49,28 @@ class Operator:
     host: tuple[int, ...] = ()
     planned: bool = False
 
-    @property
+    @cached_property
+    def inputs(self) -> tuple[inspect.Parameter, ...]:
+        """The positional parameters that stand for ONNX inputs."""
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)  # fmt: skip
+        found = [p for p in inspect.signature(self.run).parameters.values() if p.kind in kinds]
+        return tuple(found[1:] if self.takes_xp else found)
+
+    @cached_property
+    def attributes(self) -> dict[str, inspect.Parameter]:
+        """The keyword-only parameters that stand for attributes, by name."""
+        parameters = inspect.signature(self.run).parameters.values()
+        return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "outputs"}
+
+    @cached_property
     def takes_xp(self) -> bool:
         """Whether the function serves NumPy and MLX alike, given the module to use."""
         return next(iter(inspect.signature(self.run).parameters), "") == "xp"
+
+    @cached_property
+    def takes_outputs(self) -> bool:
+        """Whether the function wants to know how many outputs the node asks for."""
+        return "outputs" in inspect.signature(self.run).parameters
 
 
 _TABLE: dict[tuple[str, str], list[Operator]] = {}
