@@ -1,0 +1,1 @@
+"""Rewriting proved chains into packed operators."""
