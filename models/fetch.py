@@ -183,7 +183,7 @@ def _download(model: Model, folder: Path) -> Path:
         str(folder),
         wanted,
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         lines = done.stderr.strip().splitlines() or ["pip said nothing"]

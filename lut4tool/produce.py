@@ -1,0 +1,609 @@
+"""Float weights to 4-bit codes, block scales and a codebook, spelled as the canonical decode chain (DESIGN: the chain).
+
+The numbers are bitsandbytes': one scale a block of the flattened [rows, cols] weight, as the model holds it, and the
+nearest codebook entry of each element. The graph keeps standard operators only, so any ONNX runtime runs the result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper, version_converter
+
+from lut4tool.errors import Lut4Error
+from lut4tool.formats import CODEBOOKS, DTYPE_NAME, ONNX_DTYPE, Lookup4Weight
+from lut4tool.storage import Tensors, nbytes, read_model
+
+#: The chain needs opset 13: Unsqueeze takes its axes as an input, and MatMul and Cast know bfloat16.
+LEAST_OPSET = 13
+#: A weight of fewer blocks than this is left: its chain would be longer than what it saves.
+LEAST_BLOCKS = 2
+
+Progress = Callable[[str, int, int], object]
+
+_CHUNK_ELEMENTS = 1 << 20
+_ROUNDINGS = (None, "float16", "bfloat16")
+
+
+class ProduceError(Lut4Error):
+    """A codebook, an option or a model that cannot be quantized as asked."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """One weight that is now a chain; errors are of |decoded - weight| over the largest magnitude of its block."""
+
+    weight: str
+    nodes: tuple[str, ...]
+    rows: int
+    cols: int
+    weight_dtype: str
+    float_bytes: int
+    packed_bytes: int
+    max_error: float
+    rms_error: float
+
+
+@dataclass(frozen=True)
+class Left:
+    """One constant weight of a product that stays float, and why."""
+
+    weight: str
+    nodes: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """What was quantized, what was left, and the file sizes where files were read and written."""
+
+    quantized: tuple[Quantized, ...]
+    left: tuple[Left, ...]
+    block_size: int
+    opset: int  # of the model as it was read; below 13 it was converted
+    input_bytes: int = 0
+    output_bytes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain lists, numbers and strings."""
+        return {
+            "quantized": [vars(row) | {"nodes": list(row.nodes)} for row in self.quantized],
+            "left": [vars(row) | {"nodes": list(row.nodes)} for row in self.left],
+            "block_size": self.block_size,
+            "opset": self.opset,
+            "input_bytes": self.input_bytes,
+            "output_bytes": self.output_bytes,
+        }
+
+
+# ---- codes and scales
+
+
+def load_codebook(codebook: str | os.PathLike[str] | np.ndarray) -> np.ndarray:
+    """Return a codebook as float32 [16]: "nf4", "fp4", a .npy, .json or .txt file of 16 numbers, or an array of them.
+
+    Raises ProduceError where it is not 16 finite numbers with one that is not zero.
+    """
+    if isinstance(codebook, str) and codebook in CODEBOOKS:
+        return CODEBOOKS[codebook]
+    values, what = (codebook, "the codebook") if isinstance(codebook, np.ndarray) else _read_codebook(Path(codebook))
+    try:
+        table = np.asarray(values).astype(np.float32)
+    except (TypeError, ValueError):
+        raise ProduceError(f"{what} is not a list of numbers") from None
+    if table.shape != (16,):
+        raise ProduceError(f"{what} has shape {list(table.shape)}; a codebook is 16 numbers")
+    if not np.isfinite(table).all() or not table.any():
+        raise ProduceError(f"{what} must be finite in float32, and not all zero")
+    return table
+
+
+def _read_codebook(path: Path) -> tuple[Any, str]:
+    """Read the numbers of a codebook file; also return what an error calls it."""
+    what = f"codebook file {path}"
+    try:
+        if path.suffix == ".npy":
+            return np.load(path, allow_pickle=False), what
+        if path.suffix == ".json":
+            return json.loads(path.read_text()), what
+        if path.suffix == ".txt":
+            return [float(word) for word in path.read_text().replace(",", " ").split()], what
+    except OSError as error:
+        raise ProduceError(f"cannot read {what}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ProduceError(f"{what} is not a list of 16 numbers: {error}") from error
+    raise ProduceError(f"codebook {str(path)!r} is neither {', '.join(CODEBOOKS)} nor a .npy, .json or .txt file")
+
+
+def _boundaries(codebook: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return float64 boundaries [n - 1] and uint8 codes [n], by value: a number takes codes[boundaries < number].
+
+    A boundary is the largest float64 that still belongs to the lower of two neighbours. Computed in fractions, so the
+    choice is exact; a tie goes to the lower code, and of equal values (0.0 and -0.0) the lower code is used.
+    """
+    order = sorted(range(16), key=lambda code: (float(codebook[code]), code))
+    codes = [order[0], *(high for low, high in pairwise(order) if codebook[low] != codebook[high])]
+    boundaries = []
+    for low, high in pairwise(codes):
+        middle = (Fraction(float(codebook[low])) + Fraction(float(codebook[high]))) / 2
+        boundary = float(middle)
+        if Fraction(boundary) > middle or (Fraction(boundary) == middle and high < low):
+            boundary = float(np.nextafter(boundary, -np.inf))
+        boundaries.append(boundary)
+    return np.array(boundaries), np.array(codes, np.uint8)
+
+
+def encode(
+    weight: np.ndarray, codebook: np.ndarray, block_size: int, weight_dtype: str = "float32"
+) -> tuple[Lookup4Weight, float, float]:
+    """Quantize a finite float weight [rows, cols]: return it packed, with its largest and its rms error.
+
+    scales = float32(absmax / max|codebook|) a block of the flattened weight (bitsandbytes' absmax, where the codebook
+    reaches 1), and each code is that of the entry nearest to weight / scale in float64; a tie takes the lower code. The
+    last block is filled up with zeros. Streams: temporaries are about 40 MB. Errors are relative to the block's absmax.
+    Raises ProduceError for NaN, Inf or a scale that float32 cannot hold.
+    """
+    rows, cols = weight.shape
+    flat = weight.reshape(-1)
+    blocks = -(-flat.size // block_size)
+    packed = np.empty(blocks * block_size // 2, np.uint8)
+    scales = np.empty(blocks, np.float32)
+    boundaries, codes = _boundaries(codebook)
+    table = codebook.astype(np.float64)
+    peak = float(np.abs(table).max())
+    largest, squares = 0.0, 0.0
+    step = max(1, _CHUNK_ELEMENTS // block_size)
+    for first in range(0, blocks, step):
+        last = min(first + step, blocks)
+        piece = flat[first * block_size : last * block_size].astype(np.float64)
+        values = np.zeros((last - first, block_size))
+        values.reshape(-1)[: piece.size] = piece
+        absmax = np.abs(values).max(axis=1)
+        if not np.isfinite(absmax).all():
+            raise ProduceError("it holds NaN or Inf, which no codebook has")
+        with np.errstate(over="ignore"):
+            scales[first:last] = absmax / peak
+        if not np.isfinite(scales[first:last]).all():
+            raise ProduceError("a scale of it is too large for float32")
+        divisors = scales[first:last].astype(np.float64)
+        divisors[divisors == 0] = 1.0
+        values /= divisors[:, None]
+        nibbles = codes[np.searchsorted(boundaries, values.reshape(-1))]
+        packed[first * block_size // 2 : last * block_size // 2] = nibbles[::2] << 4 | nibbles[1::2]
+        errors = (table[nibbles].reshape(values.shape) - values) * (scales[first:last, None] > 0) / peak
+        errors = errors.reshape(-1)[: piece.size]
+        largest = max(largest, float(np.abs(errors).max()))
+        squares += float(np.square(errors).sum())
+    result = Lookup4Weight(packed, scales, codebook, rows, cols, block_size, weight_dtype=weight_dtype)
+    return result, largest, (squares / flat.size) ** 0.5
+
+
+# ---- finding the weights
+
+
+@dataclass(eq=False)
+class _Scope:
+    """A graph or function while it is edited; `holder` is the index of the parent's node that carries it."""
+
+    owner: onnx.GraphProto | onnx.FunctionProto
+    where: str
+    opset: int
+    inline: bool  # constants must be nodes: in a function, and where an initializer would have to be an input
+    parent: _Scope | None = None
+    holder: int = 0
+    values: dict[str, tuple[_Weight, bool] | None] = field(default_factory=dict)
+    literals: dict[str, str] = field(default_factory=dict)
+    first: list[onnx.NodeProto] = field(default_factory=list)
+    before: dict[int, list[onnx.NodeProto]] = field(default_factory=dict)
+    instead: dict[int, list[onnx.NodeProto]] = field(default_factory=dict)
+    gone: set[str] = field(default_factory=set)  # values that the edit removes
+
+    def find(self, name: str) -> tuple[_Weight, bool] | None:
+        """The constant that a name stands for here, and whether transposed."""
+        scope: _Scope | None = self
+        while scope is not None:
+            if name in scope.values:
+                return scope.values[name]
+            scope = scope.parent
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class _Use:
+    """A product by a weight: node `index` of `scope`, the weight transposed or not."""
+
+    scope: _Scope
+    index: int
+    transposed: bool
+
+    @property
+    def node(self) -> onnx.NodeProto:
+        return self.scope.owner.node[self.index]
+
+    @property
+    def name(self) -> str:
+        return self.scope.where + (self.node.name or f"{self.node.op_type}:{self.node.output[0]}")
+
+
+@dataclass(eq=False)
+class _Weight:
+    """A constant tensor, every product by it, and the Constant, Identity and Transpose nodes between."""
+
+    name: str
+    scope: _Scope
+    tensor: TensorProto
+    obstacle: str | None = None
+    anchor: int | None = None  # the first node of its own scope that needs it
+    uses: list[_Use] = field(default_factory=list)
+    between: list[tuple[_Scope, int]] = field(default_factory=list)
+
+
+def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+
+
+def _use_obstacle(node: onnx.NodeProto, index: int) -> str | None:
+    """Why input `index` of this node cannot become a chain; None for a product that can be respelled."""
+    what = f"{node.op_type} '{node.name or node.output[0]}'"
+    if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm"):
+        return f"it is also used by {what}, which needs it whole"
+    if index != 1:
+        return f"it is input {index} of {what}; the chain takes the place of input 1"
+    if node.op_type == "Gemm":
+        given = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0} | _attributes(node)
+        odd = [f"{name} {given[name]}" for name in ("alpha", "beta", "transA") if given[name] != (name != "transA")]
+        if odd or len(given) > 4:
+            return f"{what} has {', '.join(odd) or 'attributes of an old version'}; it would not be MatMul and Add"
+    return None
+
+
+class _Finder:
+    """Walks a model and lists its constant weights, in graph order, with every use of each."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.scopes: list[_Scope] = []  # a graph before the graphs in it
+        self.weights: list[_Weight] = []
+        self.ir_version = model.ir_version
+        self._walk(_Scope(model.graph, "", _opset(model), inline=model.ir_version < 4))
+        for function in model.functions:
+            where = f"function {function.domain}::{function.name}/"
+            self._walk(_Scope(function, where, _opset(function), inline=True))
+
+    def _walk(self, scope: _Scope) -> None:
+        self.scopes.append(scope)
+        if isinstance(scope.owner, onnx.GraphProto):
+            inputs = {value.name for value in scope.owner.input}
+            scope.values.update(dict.fromkeys(inputs))
+            for tensor in scope.owner.initializer:
+                weight = self._add(scope, tensor.name, tensor)
+                if self.ir_version >= 4 and tensor.name in inputs:
+                    weight.obstacle = "it is a graph input too, so a caller can replace it"
+        for index, node in enumerate(scope.owner.node):
+            self._visit(scope, index, node)
+        for output in scope.owner.output:
+            found = scope.find(output if isinstance(output, str) else output.name)
+            if found:
+                found[0].obstacle = found[0].obstacle or "it is an output of the graph"
+
+    def _add(self, scope: _Scope, name: str, tensor: TensorProto) -> _Weight:
+        weight = _Weight(name, scope, tensor)
+        self.weights.append(weight)
+        scope.values[name] = (weight, False)
+        return weight
+
+    def _visit(self, scope: _Scope, index: int, node: onnx.NodeProto) -> None:
+        scope.values.update(dict.fromkeys(node.output))
+        standard = node.domain in ("", "ai.onnx")
+        if standard and node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
+            self._add(scope, node.output[0], node.attribute[0].t).between.append((scope, index))
+        for position, name in enumerate(node.input):
+            found = scope.find(name)
+            if found is None:
+                continue
+            weight, transposed = found
+            if standard and (node.op_type == "Identity" or _swaps(node, weight.tensor)):
+                scope.values[node.output[0]] = (weight, transposed != (node.op_type == "Transpose"))
+                weight.between.append((scope, index))
+                continue
+            obstacle = _use_obstacle(node, position)
+            weight.obstacle = weight.obstacle or obstacle
+            if node.op_type in ("MatMul", "Gemm") and standard and position < 2:
+                swapped = node.op_type == "Gemm" and bool(_attributes(node).get("transB"))
+                weight.uses.append(_Use(scope, index, transposed != swapped))
+                if weight.anchor is None:
+                    weight.anchor = _index_in(weight.scope, scope, index)
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+                where = f"{scope.where}{node.name or f'{node.op_type}:{node.output[0]}'}/{attribute.name}/"
+                self._walk(_Scope(graph, where, scope.opset, scope.inline, scope, index))
+
+
+def _swaps(node: onnx.NodeProto, tensor: TensorProto) -> bool:
+    """Whether a node is the Transpose of a matrix that swaps its axes."""
+    return node.op_type == "Transpose" and len(tensor.dims) == 2 and _attributes(node).get("perm", [1, 0]) == [1, 0]
+
+
+def _index_in(outer: _Scope, scope: _Scope, index: int) -> int:
+    """Index of the node of `outer` that is, or carries in its subgraphs, node `index` of `scope`."""
+    while scope is not outer:
+        assert scope.parent is not None
+        scope, index = scope.parent, scope.holder
+    return index
+
+
+def _opset(holder: onnx.ModelProto | onnx.FunctionProto) -> int:
+    return next((entry.version for entry in holder.opset_import if entry.domain in ("", "ai.onnx")), 0)
+
+
+def _weight_obstacle(weight: _Weight, block_size: int, rounding: str | None) -> str | None:
+    """Why a weight stays float, as far as its metadata tells."""
+    tensor, elements = weight.tensor, int(np.prod(weight.tensor.dims))
+    if tensor.data_type not in DTYPE_NAME:
+        return f"its type is {TensorProto.DataType.Name(tensor.data_type).lower()}, not {', '.join(ONNX_DTYPE)}"
+    if len(tensor.dims) != 2:
+        return f"it has {len(tensor.dims)} dimensions; a matrix has 2"
+    if weight.obstacle:
+        return weight.obstacle
+    if elements < LEAST_BLOCKS * block_size:
+        return f"it has {elements} elements, fewer than {LEAST_BLOCKS} blocks of {block_size}"
+    kind = DTYPE_NAME[tensor.data_type]
+    if rounding not in (None, kind) and kind != "float32":
+        return f"it is {kind}, which cannot be rounded to {rounding}"
+    if any(0 < use.scope.opset < LEAST_OPSET for use in weight.uses) and isinstance(
+        weight.scope.owner, onnx.FunctionProto
+    ):
+        return f"its function imports opset {weight.scope.opset}; the chain needs {LEAST_OPSET}"
+    return None
+
+
+# ---- spelling the chain
+
+
+class _Speller:
+    """Writes chains into scopes, under names that the model does not have yet."""
+
+    def __init__(self, finder: _Finder) -> None:
+        self._taken: set[str] = set()
+        for scope in finder.scopes:
+            for node in scope.owner.node:
+                self._taken.update((node.name, *node.input, *node.output))
+            if isinstance(scope.owner, onnx.GraphProto):
+                for value in (*scope.owner.input, *scope.owner.initializer, *scope.owner.sparse_initializer):
+                    self._taken.add(value.values.name if isinstance(value, onnx.SparseTensorProto) else value.name)
+
+    def name(self, wanted: str) -> str:
+        """Return `wanted`, or it with a number where the model has that name."""
+        name, number = wanted, 1
+        while name in self._taken:
+            name, number = f"{wanted}_{number}", number + 1
+        self._taken.add(name)
+        return name
+
+    def constant(self, scope: _Scope, wanted: str, array: np.ndarray) -> str:
+        """Add a constant to a scope and return its name."""
+        tensor = numpy_helper.from_array(array, self.name(wanted))
+        if isinstance(scope.owner, onnx.GraphProto) and not scope.inline:
+            scope.owner.initializer.append(tensor)
+        else:
+            name = self.name(f"{tensor.name}/Constant")
+            scope.first.append(helper.make_node("Constant", [], [tensor.name], name, value=tensor))
+        return tensor.name
+
+    def literal(self, scope: _Scope, wanted: str, array: np.ndarray) -> str:
+        """A small constant that the chains of one scope share."""
+        if wanted not in scope.literals:
+            scope.literals[wanted] = self.constant(scope, f"lut4/{wanted}", array)
+        return scope.literals[wanted]
+
+    def spell(self, weight: _Weight, encoded: Lookup4Weight, halves: list[str]) -> None:
+        """Put the chain of one weight before its first use, and let every use of it take the chain's value."""
+        assert weight.anchor is not None
+        scope, nodes = weight.scope, weight.scope.before.setdefault(weight.anchor, [])
+
+        def add(op: str, label: str, *inputs: str, **attributes: Any) -> str:
+            name = self.name(f"{weight.name}/lut4/{label}")
+            value = self.name(f"{name}_out")
+            nodes.append(helper.make_node(op, list(inputs), [value], name, **attributes))
+            return value
+
+        def integers(label: str, *numbers: int) -> str:
+            return self.literal(scope, label, np.array(numbers, np.int64))
+
+        sixteen = self.literal(scope, "16", np.array(16, np.int64))
+        axis_1 = integers("axis_1", 1)
+        packed = self.constant(scope, f"{weight.name}/packed", encoded.packed)
+        scales = self.constant(scope, f"{weight.name}/scales", encoded.scales)
+        codebook = self.literal(scope, "codebook", encoded.codebook)
+        size, elements = encoded.block_size, encoded.rows * encoded.cols
+
+        bytes_ = add("Cast", "bytes", packed, to=TensorProto.INT64)
+        high = add("Unsqueeze", "high_column", add("Div", "high", bytes_, sixteen), axis_1)
+        low = add("Unsqueeze", "low_column", add("Mod", "low", bytes_, sixteen), axis_1)
+        pairs = add("Concat", "pairs", high, low, axis=1)
+        codes = add("Reshape", "codes", pairs, integers(f"blocks_of_{size}", -1, size))
+        entries = add("Gather", "entries", codebook, codes, axis=0)
+        values = add("Mul", "values", entries, add("Unsqueeze", "scale_column", scales, axis_1))
+        flat = add("Reshape", "flat", values, integers("flat", -1))
+        ends = (integers("0", 0), integers(f"elements_{elements}", elements), integers("0", 0))
+        matrix = add("Slice", "elements", flat, *ends)
+        result = add("Reshape", "matrix", matrix, integers(f"shape_{encoded.rows}_{encoded.cols}", *weight.tensor.dims))
+        for half in halves:
+            result = add("Cast", half, result, to=ONNX_DTYPE[half])
+        swapped = ""
+        if any(use.transposed for use in weight.uses):
+            swapped = add("Transpose", "transposed", result, perm=[1, 0])
+        for use in weight.uses:
+            use.scope.instead[use.index] = self._product(use, swapped if use.transposed else result)
+
+    def _product(self, use: _Use, weight: str) -> list[onnx.NodeProto]:
+        """The nodes that take a product's place: a MatMul, and for a Gemm with a bias an Add."""
+        product = onnx.NodeProto()
+        product.CopyFrom(use.node)
+        product.input[1] = weight
+        if product.op_type == "MatMul":
+            return [product]
+        bias = product.input[2] if len(product.input) > 2 else ""
+        product.op_type = "MatMul"
+        del product.attribute[:], product.input[2:]
+        if not bias:
+            return [product]
+        output = product.output[0]
+        product.output[0] = self.name(f"{output}/product")
+        name = self.name(f"{use.node.name}/Add") if use.node.name else ""
+        return [product, helper.make_node("Add", [product.output[0], bias], [output], name)]
+
+
+def _apply(finder: _Finder) -> None:
+    """Put the new nodes in place, innermost graphs first, and remove what only the float weights needed."""
+    for scope in reversed(finder.scopes):
+        if not (scope.before or scope.instead or scope.gone):
+            continue
+        nodes = list(scope.first)
+        for index, node in enumerate(scope.owner.node):
+            nodes += scope.before.get(index, [])
+            nodes += scope.instead.get(index, [node])
+        del scope.owner.node[:]
+        scope.owner.node.extend(nodes)
+        if isinstance(scope.owner, onnx.GraphProto):
+            for rows in (scope.owner.initializer, scope.owner.value_info, scope.owner.input):
+                kept = [row for row in rows if row.name not in scope.gone]
+                if len(kept) < len(rows):
+                    del rows[:]
+                    rows.extend(kept)
+
+
+# ---- whole models
+
+
+def quantize(
+    model: onnx.ModelProto,
+    tensors: Tensors,
+    *,
+    codebook: str | os.PathLike[str] | np.ndarray = "nf4",
+    block_size: int = 64,
+    rounding: str | None = None,
+    match: str | None = None,
+    progress: Progress | None = None,
+) -> QuantizeReport:
+    """Spell the constant weights of MatMul and Gemm nodes as the canonical chain; `model` is edited in place.
+
+    A weight is a float32, float16 or bfloat16 matrix in an initializer or a Constant node, of the graph, a subgraph or a
+    function, also behind Identity or Transpose. It is quantized once, however many products share it, and left with
+    a reason where something else needs it too. A Gemm becomes MatMul and Add. Same input, same bytes out.
+
+    tensors: reads the weights (storage.Tensors of the model's folder).
+    rounding: "float16" or "bfloat16" rounds each decoded float32 weight (the adjoint spelling: Cast to half, Cast to
+        float); a half-precision weight is always rounded to its own type.
+    match: only weights whose name, or the name of a product that uses them, this regular expression finds.
+    A model below opset 13 that has weights to quantize is converted by onnx.version_converter, which drops
+    metadata of nodes. Raises ProduceError for a bad option, and where that conversion is not possible.
+    """
+    table = load_codebook(codebook)
+    if block_size < 2 or block_size % 2:
+        raise ProduceError(f"block_size must be even and at least 2, not {block_size}")
+    if rounding not in _ROUNDINGS:
+        raise ProduceError(f"rounding must be float16 or bfloat16, not {rounding!r}")
+    if model.training_info:
+        raise ProduceError(
+            "the model carries training_info, which changes its weights; only inference models are quantized"
+        )
+    pattern = _compile(match)
+    opset = _opset(model)
+    finder, chosen, left = _choose(model, pattern, block_size, rounding)
+    if chosen and 0 < opset < LEAST_OPSET:
+        _convert(model)
+        finder, chosen, left = _choose(model, pattern, block_size, rounding)
+    speller, done = _Speller(finder), []
+    for number, weight in enumerate(chosen):
+        if progress:
+            progress("quantize", number, len(chosen))
+        names = tuple(use.name for use in weight.uses)
+        kind = DTYPE_NAME[weight.tensor.data_type]
+        halves = [kind] if kind != "float32" else [rounding, "float32"] if rounding else []
+        try:
+            encoded, largest, rms = encode(tensors.array(weight.tensor), table, block_size, (halves or ["float32"])[0])
+        except ProduceError as error:
+            left.append(Left(weight.name, names, str(error)))
+            continue
+        size = nbytes(weight.tensor)
+        speller.spell(weight, encoded, halves)
+        weight.scope.gone.add(weight.name)
+        for scope, index in weight.between:
+            scope.instead[index] = []
+            scope.gone.update(scope.owner.node[index].output)
+        facts = (encoded.rows, encoded.cols, encoded.weight_dtype, size, encoded.packed.nbytes + encoded.scales.nbytes)
+        done.append(Quantized(weight.name, names, *facts, largest, rms))
+    _apply(finder)
+    if progress:
+        progress("quantize", len(chosen), len(chosen))
+    return QuantizeReport(tuple(done), tuple(left), block_size, opset)
+
+
+def _compile(match: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if match is None else re.compile(match)
+    except re.error as error:
+        raise ProduceError(f"match {match!r} is not a regular expression: {error}") from error
+
+
+def _choose(
+    model: onnx.ModelProto, pattern: re.Pattern[str] | None, block_size: int, rounding: str | None
+) -> tuple[_Finder, list[_Weight], list[Left]]:
+    """Find the weights of products that `pattern` finds: those that can be quantized, and those left."""
+    finder = _Finder(model)
+    chosen, left = [], []
+    for weight in finder.weights:
+        names = tuple(use.name for use in weight.uses)
+        if not names or (pattern and not any(map(pattern.search, (weight.name, *names)))):
+            continue
+        obstacle = _weight_obstacle(weight, block_size, rounding)
+        if obstacle:
+            left.append(Left(weight.name, names, obstacle))
+        else:
+            chosen.append(weight)
+    return finder, chosen, left
+
+
+def _convert(model: onnx.ModelProto) -> None:
+    """Convert a model to the least opset in place, keeping what the converter would lose or add."""
+    version = _opset(model)
+    if model.functions:
+        raise ProduceError(
+            f"the model is opset {version} and has functions, which cannot be converted to {LEAST_OPSET}"
+        )
+    try:
+        graph = version_converter.convert_version(model, LEAST_OPSET).graph
+    except (version_converter.ConvertError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ProduceError(
+            f"the chain needs opset {LEAST_OPSET}, and onnx cannot convert {version} to it: {reason}"
+        ) from error
+    known = {value.name for old in _graphs(model.graph) for value in old.value_info}
+    for new in _graphs(graph):  # shapes that it inferred by itself
+        kept = [value for value in new.value_info if value.name in known]
+        del new.value_info[:]
+        new.value_info.extend(kept)
+    graph.doc_string = model.graph.doc_string
+    graph.metadata_props.extend(model.graph.metadata_props)
+    model.graph.CopyFrom(graph)
+    for entry in model.opset_import:
+        if entry.domain in ("", "ai.onnx"):
+            entry.version = LEAST_OPSET
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+                yield from _graphs(inner)
