@@ -113,6 +113,11 @@ class Lookup4Weight:
         """Bytes of packed, scales and codebook together."""
         return self.packed.nbytes + self.scales.nbytes + self.codebook.nbytes
 
+    def check_span(self, start: int, stop: int) -> None:
+        """Raise FormatError unless flat elements [start, stop) lie in W and `start` begins a block."""
+        if start % self.block_size or not 0 <= start <= stop <= self.rows * self.cols:
+            raise FormatError(f"elements {start} to {stop} do not begin at a block of this weight, or leave it")
+
     def attributes(self, dtype: str) -> dict[str, int | list[int]]:
         """Attributes of the Lookup4MatMul node for an X of type `dtype`, all of them, in the order they are written."""
         return {
@@ -139,8 +144,7 @@ def decode_elements(weight: Lookup4Weight, start: int, stop: int) -> np.ndarray:
     Exact: one float32 product an element, then one rounding to weight_dtype. Temporaries are 12 bytes an element.
     """
     size = weight.block_size
-    if start % size or not 0 <= start <= stop <= weight.rows * weight.cols:
-        raise FormatError(f"elements {start} to {stop} do not begin at a block of this weight")
+    weight.check_span(start, stop)
     blocks = slice(start // size, -(-stop // size))
     pairs = pair_table(weight)[weight.packed[start // 2 : (stop + 1) // 2]].reshape(-1)[: stop - start]
     scales = np.repeat(weight.scales[blocks].astype(np.float32), size)[: stop - start]

@@ -1,0 +1,101 @@
+"""The compiled decode of 4-bit weights, with NumPy's in its place where the package was installed without a compiler.
+
+Both give the same bytes (a NaN is a NaN); `describe()` says which one works here.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from lut4tool import formats
+from lut4tool.formats import FLOAT_DTYPES, FormatError, Lookup4Weight, QmmWeight
+
+try:
+    from lut4tool.native import _native
+except ModuleNotFoundError:  # a pure wheel; a module that is there and does not load is an error
+    _native = None  # type: ignore[assignment]
+
+
+def compiled() -> bool:
+    """Whether the compiled module is there."""
+    return _native is not None
+
+
+def describe() -> str:
+    """What decodes weights here: "native (avx512)", "native (avx2)", "native (portable)" or "numpy"."""
+    return f"native ({_native.instruction_set()})" if compiled() else "numpy"
+
+
+def thread_count() -> int:
+    """Threads that native code uses when not told: OMP_NUM_THREADS, at most the processors this process may use."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return min(int(asked), allowed) if asked.isdigit() and int(asked) else allowed
+
+
+def decode_elements(
+    weight: Lookup4Weight, start: int, stop: int, out: np.ndarray | None = None, threads: int = 0
+) -> np.ndarray:
+    """Decode flat elements [start, stop) of W to its weight_dtype, into `out` where given; `start` must begin a block.
+
+    The same bytes as formats.decode_elements. out: [stop - start], C-contiguous, of the weight's dtype.
+    threads: at most so many; 0 means thread_count(). Raises FormatError for a span or an `out` that does not fit.
+    """
+    weight.check_span(start, stop)
+    out = _output((stop - start,), FLOAT_DTYPES[weight.weight_dtype], out)
+    if not compiled():
+        out[:] = formats.decode_elements(weight, start, stop)
+        return out
+    size = weight.block_size
+    _native.decode_elements(
+        _buffer(weight.packed[start // 2 : (stop + 1) // 2]),
+        _buffer(weight.scales[start // size : -(-stop // size)]),
+        _buffer(weight.codebook),
+        size,
+        weight.high_nibble_first,
+        _buffer(out),
+        threads or thread_count(),
+    )
+    return out
+
+
+def decode_qmm(
+    weight: QmmWeight, start: int = 0, stop: int | None = None, out: np.ndarray | None = None, threads: int = 0
+) -> np.ndarray:
+    """Decode rows [start, stop) of W to an array [stop - start, K] of its weight_dtype, into `out` where given.
+
+    The same bytes as formats.decode_qmm; `out` and `threads` as in decode_elements.
+    """
+    rows = range(weight.N)[start:stop]
+    out = _output((len(rows), weight.K), FLOAT_DTYPES[weight.weight_dtype], out)
+    if not compiled():
+        out[:] = formats.decode_qmm(weight, start, stop)
+        return out
+    shared = weight.zero_points.shape == (1, 1)
+    _native.decode_qmm(
+        _buffer(weight.packed[start:stop]),
+        _buffer(weight.scales[start:stop]),
+        _buffer(weight.zero_points if shared else weight.zero_points[start:stop]),
+        len(rows),
+        weight.K,
+        weight.block_size,
+        _buffer(out),
+        threads or thread_count(),
+    )
+    return out
+
+
+def _output(shape: tuple[int, ...], dtype: np.dtype, out: np.ndarray | None) -> np.ndarray:
+    if out is None:
+        return np.empty(shape, dtype)
+    if out.shape != shape or out.dtype != dtype or not out.flags.carray:
+        raise FormatError(f"out must be a writable C-contiguous {dtype} array of shape {list(shape)}")
+    return out
+
+
+def _buffer(array: np.ndarray) -> np.ndarray:
+    """Return the array flat, contiguous and aligned (a view where it is), bfloat16 as uint16."""
+    flat = np.require(array, requirements=("C", "A")).reshape(-1)
+    return flat.view(np.uint16) if flat.dtype == FLOAT_DTYPES["bfloat16"] else flat
