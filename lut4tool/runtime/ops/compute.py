@@ -1,0 +1,68 @@
+"""Where, and in which type, a heavy float operator computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from lut4tool.runtime.backend import mx
+from lut4tool.runtime.dtypes import BY_MLX, MLX_OF, to_mx, to_numpy
+
+_HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+
+
+def on_host() -> bool:
+    """Whether heavy operators run in NumPy: MLX's CPU build has scalar loops, measured 3 to 25 times slower than
+    NumPy's for exp, strided sums, depthwise and 1x1 convolutions; views between the two are free."""
+    return mx.default_device().type == mx.cpu
+
+
+def working(*values: Any) -> tuple[Any, ...]:
+    """Return (xp, *values) ready to compute: NumPy views on a CPU, mx arrays elsewhere; halves widened to float32.
+
+    Where MLX lacks the type (float64 on a GPU), all of them are NumPy arrays too. None stays None.
+    """
+    host = on_host() or any(to_mx(value) is value and isinstance(value, np.ndarray) for value in values)
+    xp: Any = np if host else mx
+    return xp, *(None if value is None else _widened(to_numpy(value) if host else to_mx(value)) for value in values)
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, mx.array):
+        return value.astype(mx.float32) if value.dtype in (mx.float16, mx.bfloat16) else value
+    return value.astype(np.float32) if value.dtype in _HALVES else value
+
+
+def finish(value: Any, like: Any) -> Any:
+    """Return a computed value in the type of the ONNX value `like`, as an mx.array where MLX has that type."""
+    return finish_as(value, numpy_type(like))
+
+
+def finish_as(value: Any, dtype: np.dtype) -> Any:
+    """The same for a NumPy type."""
+    if isinstance(value, mx.array):
+        return value.astype(MLX_OF[dtype])
+    with np.errstate(all="ignore"):  # a half's overflow is the standard's Inf
+        return to_mx(np.asarray(value).astype(dtype, copy=False))
+
+
+def numpy_type(value: Any) -> np.dtype:
+    """The NumPy type of an mx or NumPy array."""
+    return BY_MLX[value.dtype].numpy if isinstance(value, mx.array) else value.dtype
+
+
+def computed(function: Callable[..., Any], *values: Any) -> Any:
+    """Return function(xp, *values) on `working` values, in the type of the first of them."""
+    xp, *ready = working(*values)
+    return finish(function(xp, *ready), values[0])
+
+
+def on_device(xp: Any, function: Callable[..., Any], *values: Any) -> Any:
+    """The same, but host values (xp is numpy) give a host value."""
+    if xp is not np:
+        return computed(function, *values)
+    result = np.asarray(function(np, *map(_widened, values)))
+    return result.astype(numpy_type(values[0]), copy=False)

@@ -1,0 +1,110 @@
+"""Convolutions: MLX's own on a GPU (it wants the channels last), NumPy windows and its BLAS on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from lut4tool.runtime.backend import mx
+from lut4tool.runtime.ops.compute import finish, working
+from lut4tool.runtime.ops.window import Window, fold, pad, views, window
+from lut4tool.runtime.registry import op
+
+#: Elements of the unrolled input that are made at a time on a CPU: 8 MB of float32.
+_PANEL_ELEMENTS = 1 << 21
+
+
+@op("Conv")
+def conv(
+    x: Any, w: Any, b: Any = None, *, auto_pad: str = "NOTSET", dilations: Sequence[int] | None = None, group: int = 1,
+    kernel_shape: Sequence[int] | None = None, pads: Sequence[int] | None = None, strides: Sequence[int] | None = None,
+) -> Any:  # fmt: skip
+    """x [N, C, *size], w [M, C / group, *kernel]; MLX has no auto_pad and wants [N, *size, C] and [M, *kernel, C / group]."""
+    xp, data, weight, bias = working(x, w, b)
+    grid = window(x.shape[2:], w.shape[2:], strides, dilations, pads, auto_pad)
+    y = (convolve_host if xp is np else convolve_device)(data, weight, grid, group)
+    return finish(y if bias is None else y + bias.reshape(-1, *[1] * grid.rank), x)
+
+
+def convolve_host(x: np.ndarray, w: np.ndarray, grid: Window, group: int) -> np.ndarray:
+    """Convolve x [N, C, *size] with w [M, C / group, *kernel] in NumPy, [N, M, *out] in their type.
+
+    A product of panels of unrolled windows; a 1x1 kernel reads x itself. Depthwise kernels add one product a kernel
+    position instead: 1x64x56x56, 3x3: 1.6 ms, unrolled 4.9, MLX 10.1.
+    """
+    x = pad(np, x, grid)
+    batch, channels = x.shape[0], x.shape[1] // group
+    y = np.empty((batch, group, w.shape[0] // group, *grid.out), np.result_type(x, w))
+    if channels == 1:
+        grouped, kernels = x[:, :, None], w.reshape(group, -1, *grid.kernel)
+        y.fill(0)
+        for position, slices in grid.positions():
+            y += grouped[(..., *slices)] * kernels[(..., *position)].reshape(1, group, -1, *[1] * grid.rank)
+        return y.reshape(batch, -1, *grid.out)
+    kernels = w.reshape(group, w.shape[0] // group, -1)
+    windows = views(x, grid)
+    if prod(grid.kernel) == 1:
+        return np.matmul(kernels, windows.reshape(batch, group, channels, -1)).reshape(batch, -1, *grid.out)
+    step = max(1, _PANEL_ELEMENTS * grid.out[0] // max(1, windows.size))
+    for start in range(0, grid.out[0], step):
+        rows = (slice(None),) * (2 + grid.rank) + (slice(start, start + step),)
+        panel = windows[rows]
+        product = np.matmul(kernels, panel.reshape(batch, group, channels * prod(grid.kernel), -1))
+        y[:, :, :, start : start + step] = product.reshape(*y.shape[:3], *panel.shape[2 + grid.rank :])
+    return y.reshape(batch, -1, *grid.out)
+
+
+def convolve_device(x: mx.array, w: mx.array, grid: Window, group: int) -> mx.array:
+    """The same with mx.conv_general, group by group where it has no groups (3-D)."""
+    if group > 1 and grid.rank > 2:
+        pairs = zip(mx.split(x, group, axis=1), mx.split(w, group, axis=0), strict=True)
+        return mx.concatenate([convolve_device(part, kernel, grid, 1) for part, kernel in pairs], axis=1)
+    y = mx.conv_general(
+        mx.moveaxis(x, 1, -1), mx.moveaxis(w, 1, -1), grid.strides, (grid.before, grid.asked), grid.dilations, groups=group
+    )
+    return mx.moveaxis(y, -1, 1)
+
+
+@op("ConvTranspose")
+def conv_transpose(
+    x: Any, w: Any, b: Any = None, *, auto_pad: str = "NOTSET", dilations: Sequence[int] | None = None, group: int = 1,
+    kernel_shape: Sequence[int] | None = None, output_padding: Sequence[int] | None = None,
+    output_shape: Sequence[int] | None = None, pads: Sequence[int] | None = None, strides: Sequence[int] | None = None,
+) -> Any:  # fmt: skip
+    """x [N, C, *in], w [C, M / group, *kernel]: one product, then every kernel position is added where it writes.
+
+    `output_shape` wins over pads, which it determines; SAME_* makes it stride times the input.
+    """
+    xp, data, weight, bias = working(x, w, b)
+    rank, batch = x.ndim - 2, x.shape[0]
+    grid = _transposed_window(x.shape[2:], w.shape[2:], strides, dilations, pads, auto_pad, output_padding, output_shape)
+    kernels = xp.swapaxes(weight.reshape(group, w.shape[0] // group, -1), 1, 2)  # [G, M / G * kernel, C / G]
+    columns = xp.matmul(kernels, data.reshape(batch, group, w.shape[0] // group, -1))
+    y = fold(xp, columns.reshape(batch, group * w.shape[1], *w.shape[2:], *x.shape[2:]), grid)
+    return finish(y if bias is None else y + bias.reshape(-1, *[1] * rank), x)
+
+
+def _transposed_window(
+    size: Sequence[int], kernel: Sequence[int], strides: Any, dilations: Any, pads: Any, auto_pad: str, output_padding: Any,
+    output_shape: Any,
+) -> Window:  # fmt: skip
+    """The window over ConvTranspose's output whose `out` is its input."""
+    rank = len(size)
+    strides, dilations = tuple(strides or (1,) * rank), tuple(dilations or (1,) * rank)
+    extra, shape = output_padding or (0,) * rank, (output_shape or ())[-rank:]
+    begin, end = list((pads or (0,) * 2 * rank)[:rank]), list((pads or (0,) * 2 * rank)[rank:])
+    full = [(n - 1) * s + (k - 1) * d + 1 for n, k, s, d in zip(size, kernel, strides, dilations, strict=True)]
+    if not shape and auto_pad.startswith("SAME"):
+        shape = [n * s for n, s in zip(size, strides, strict=True)]
+    elif auto_pad == "VALID":
+        begin, end = [0] * rank, [0] * rank
+    for axis, wanted in enumerate(shape):
+        total = max(full[axis] + extra[axis] - wanted, 0)
+        small, large = total // 2, total - total // 2
+        begin[axis], end[axis] = (small, large) if auto_pad == "SAME_UPPER" else (large, small)
+    out = tuple(shape or [f + e - b - a for f, e, b, a in zip(full, extra, begin, end, strict=True)])
+    after = tuple(f - o - b if f > o + b else 0 for f, o, b in zip(full, out, begin, strict=True))
+    return Window(out, tuple(kernel), strides, dilations, tuple(begin), after, after, tuple(size))

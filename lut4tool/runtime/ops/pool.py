@@ -1,0 +1,134 @@
+"""Pooling: a window's reduction is one reduction an axis, each over the slices of its kernel positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from lut4tool.runtime.dtypes import to_mx, to_numpy
+from lut4tool.runtime.ops.compute import finish, numpy_type, working
+from lut4tool.runtime.ops.window import Window, pad, views, window
+from lut4tool.runtime.registry import op
+
+
+def _reduce(x: Any, grid: Window, combine: Callable[[Any, Any], Any]) -> Any:
+    """Reduce a padded x [N, C, *size] to [N, C, *out] with an associative function."""
+    for axis in range(grid.rank):
+        around = (slice(None),) * (2 + axis)
+        x = reduce(combine, [x[(*around, grid.axis_slice(axis, at))] for at in range(grid.kernel[axis])])
+    return x
+
+
+@op("MaxPool")
+def max_pool(
+    x: Any, *, auto_pad: str = "NOTSET", ceil_mode: int = 0, dilations: Sequence[int] | None = None,
+    kernel_shape: Sequence[int], pads: Sequence[int] | None = None, storage_order: int = 0,
+    strides: Sequence[int] | None = None, outputs: int = 1,
+) -> Any:  # fmt: skip
+    """Padding never wins; Indices count in the flattened x without its padding (storage_order 1: last two axes swapped)."""
+    grid = window(x.shape[2:], kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
+    xp, data = working(x)
+    dtype = numpy_type(data)
+    lowest = -np.inf if dtype.kind == "f" else int(np.iinfo(dtype).min)
+    padded = pad(xp, data, grid, lowest)
+    if outputs == 1:
+        return finish(_reduce(padded, grid, xp.maximum), x)
+    flat = views(np.ascontiguousarray(to_numpy(padded)), grid)
+    flat = flat.reshape(*flat.shape[:2], prod(grid.kernel), *grid.out)
+    return finish(flat.max(2), x), to_mx(_indices(flat.argmax(2), grid, storage_order))
+
+
+def _indices(best: np.ndarray, grid: Window, storage_order: int) -> np.ndarray:
+    """Index in the flattened input of kernel position best [N, C, *out] of each window."""
+    places = []
+    for axis, at in enumerate(np.unravel_index(best, grid.kernel)):
+        first = np.arange(grid.out[axis]) * grid.strides[axis] - grid.before[axis]
+        places.append(at * grid.dilations[axis] + first.reshape(-1, *[1] * (grid.rank - 1 - axis)))
+    planes = np.arange(prod(best.shape[:2])).reshape(*best.shape[:2], *[1] * grid.rank) * prod(grid.size)
+    order = "F" if storage_order else "C"
+    return (planes + np.ravel_multi_index(tuple(places), grid.size, order=order)).astype(np.int64)
+
+
+@op("AveragePool", since=7)
+def average_pool(
+    x: Any, *, auto_pad: str = "NOTSET", ceil_mode: int = 0, count_include_pad: int = 0,
+    dilations: Sequence[int] | None = None, kernel_shape: Sequence[int], pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Any:  # fmt: skip
+    """Divide by what a window covers of x, and of the padding asked for with count_include_pad; never of ceil_mode's."""
+    grid = window(x.shape[2:], kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
+    xp, data = working(x)
+    total = _reduce(pad(xp, data, grid), grid, xp.add)
+    for axis in range(grid.rank):
+        count = _covered(grid, axis, count_include_pad).reshape(-1, *[1] * (grid.rank - 1 - axis))
+        total = total / xp.array(count.astype(numpy_type(data)))
+    return finish(total, x)
+
+
+def _covered(grid: Window, axis: int, include_pad: int) -> np.ndarray:
+    """How many kernel positions of each window along one axis lie on the input (or on its padding)."""
+    at = np.arange(grid.out[axis])[:, None] * grid.strides[axis] + np.arange(grid.kernel[axis]) * grid.dilations[axis]
+    first = 0 if include_pad else grid.before[axis]
+    last = grid.before[axis] + grid.size[axis] + (grid.asked[axis] if include_pad else 0)
+    return ((at >= first) & (at < last)).sum(1)
+
+
+@op("LpPool", since=2)
+def lp_pool(
+    x: Any, *, auto_pad: str = "NOTSET", ceil_mode: int = 0, dilations: Sequence[int] | None = None,
+    kernel_shape: Sequence[int], p: int = 2, pads: Sequence[int] | None = None, strides: Sequence[int] | None = None,
+) -> Any:  # fmt: skip
+    """The p-norm of each window."""
+    grid = window(x.shape[2:], kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
+    xp, data = working(x)
+    return finish(_reduce(pad(xp, abs(data) ** p, grid), grid, xp.add) ** (1 / p), x)
+
+
+def _spatial(x: Any) -> tuple[int, ...]:
+    return tuple(range(2, x.ndim))
+
+
+@op("GlobalMaxPool")
+def global_max_pool(x: Any) -> Any:
+    """The largest of each channel, its spatial axes kept as 1."""
+    xp, data = working(x)
+    return finish(xp.max(data, axis=_spatial(x), keepdims=True), x)
+
+
+@op("GlobalAveragePool")
+def global_average_pool(x: Any) -> Any:
+    """The mean of each channel, its spatial axes kept as 1."""
+    xp, data = working(x)
+    return finish(xp.mean(data, axis=_spatial(x), keepdims=True), x)
+
+
+@op("GlobalLpPool", since=2)
+def global_lp_pool(x: Any, *, p: int = 2) -> Any:
+    """The p-norm of each channel, its spatial axes kept as 1."""
+    xp, data = working(x)
+    return finish(xp.sum(abs(data) ** p, axis=_spatial(x), keepdims=True) ** (1 / p), x)
+
+
+@op("MaxUnpool", since=9, host=(1, 2))
+def max_unpool(
+    x: Any, indices: Any, output_shape: Any = None, *, kernel_shape: Sequence[int], pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Any:  # fmt: skip
+    """Put each element at its flat index, which counts in the pool's own input: `output_shape` only widens the result."""
+    rank = x.ndim - 2
+    strides, pads = strides or (1,) * rank, pads or (0,) * (2 * rank)
+    size = [
+        (n - 1) * s + k - pads[axis] - pads[axis + rank]
+        for axis, (n, s, k) in enumerate(zip(x.shape[2:], strides, kernel_shape, strict=True))
+    ]
+    natural = (*x.shape[:2], *size)
+    shape = natural if output_shape is None else tuple(output_shape.tolist())
+    if (indices < 0).any() or (indices >= prod(shape)).any():
+        raise ValueError(f"MaxUnpool's indices lie outside its output {list(shape)}")
+    flat = np.zeros(prod(shape), numpy_type(x))
+    flat[indices.reshape(-1)] = to_numpy(x).reshape(-1)
+    return finish(flat.reshape(shape), x)
