@@ -63,6 +63,11 @@ class Operator:
         return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "outputs"}
 
     @cached_property
+    def variadic(self) -> bool:
+        """Whether the last input stands for any number of them."""
+        return any(p.kind is p.VAR_POSITIONAL for p in self.inputs)
+
+    @cached_property
     def takes_xp(self) -> bool:
         """Whether the function serves NumPy and MLX alike, given the module to use."""
         return next(iter(inspect.signature(self.run).parameters), "") == "xp"
@@ -77,7 +82,12 @@ _TABLE: dict[tuple[str, str], list[Operator]] = {}
 
 
 def op(
-    *names: str, since: int = 1, until: int = NEWEST, domain: str = "", host: tuple[int, ...] = (), planned: bool = False
+    *names: str,
+    since: int = 1,
+    until: int = NEWEST,
+    domain: str = "",
+    host: tuple[int, ...] = (),
+    planned: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function for versions since..until (both included) of one or more operators."""
 

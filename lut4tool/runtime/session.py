@@ -13,39 +13,127 @@ import onnx
 from lut4tool.runtime import backend
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.dtypes import to_mx, to_numpy
+from lut4tool.runtime.feeds import Port, port
+from lut4tool.runtime.graph import NodeError, RunError
 from lut4tool.runtime.plan import plan
-from lut4tool.storage import parse_model, read_model
+from lut4tool.storage import PathLike, Tensors, parse_model, read_model
 
 
 class Runtime:
     """A model planned for a device.
 
-    model: a path, the bytes of a model, or a ModelProto; base_dir: the folder of its external data (a path's own folder
-    by default). Raises Unsupported, StorageError.
+    model: a path, the bytes of a model, or a ModelProto. device: "auto", "metal", "cuda" or "cpu".
+    base_dir: the folder of its external data (a path's own folder by default), or the Tensors that read it.
+    Raises Unsupported with every problem of the model, StorageError, BackendError.
     """
 
-    def __init__(self, model: str | os.PathLike[str] | bytes | onnx.ModelProto, device: str = "auto", base_dir: str | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        model: PathLike | bytes | onnx.ModelProto,
+        device: str = "auto",
+        base_dir: PathLike | Tensors | None = None,
+    ) -> None:
         if isinstance(model, onnx.ModelProto):
             proto = model
         elif isinstance(model, bytes):
             proto = parse_model(model)
         else:
             proto = read_model(model)
-            base_dir = base_dir or os.path.dirname(os.fspath(model)) or "."
+            base_dir = base_dir if base_dir is not None else os.path.dirname(os.fspath(model)) or "."
+        tensors = base_dir if isinstance(base_dir, Tensors) else Tensors(base_dir)
         self.device = backend.device(device)
-        self.plan = plan(proto, self.device, base_dir)
+        self.plan = plan(proto, self.device, tensors)
+        self._inputs = [port(value) for value in self.plan.inputs]
+        self._outputs = [port(value) for value in self.plan.outputs]
+        self._places = {output.name: index for index, output in enumerate(self._outputs)}
         self._lock = threading.Lock()
 
+    def get_inputs(self) -> list[Port]:
+        """The model's inputs: .name, .shape (ints, names and None) and .type, such as "tensor(float)"."""
+        return list(self._inputs)
+
+    def get_outputs(self) -> list[Port]:
+        """The model's outputs, described as the inputs are."""
+        return list(self._outputs)
+
+    @property
+    def kernels(self) -> Mapping[str, Any]:
+        """The kernel chosen for each 4-bit product, by node, with what refused to serve it."""
+        return self.plan.kernels
+
     def run(self, output_names: Sequence[str] | None, feeds: Mapping[str, Any], as_numpy: bool = True) -> list[Any]:
-        """Run once and return the values of `output_names` (None: all), in that order."""
-        names = [value.name for value in self.plan.outputs]
+        """Run once and return the values of `output_names` (None: all), in that order.
+
+        feeds: NumPy arrays (ml_dtypes' types for bfloat16, int4, float8; strings as str or object arrays) or MLX arrays, by
+        input name; lists of them for sequences. as_numpy=False leaves results as MLX arrays where MLX has their type.
+        Callable from several threads, which take turns. Raises RunError before anything runs for names, types, ranks and
+        shapes that do not fit, and for a node that fails, by its name.
+        """
+        wanted = range(len(self._outputs)) if output_names is None else [self._place(name) for name in output_names]
         with self._lock, mx.stream(self.device), np.errstate(all="ignore"):
-            values = [to_mx(np.asarray(feeds[value.name])) for value in self.plan.inputs]
-            results = dict(zip(names, self.plan.graph(*values), strict=True))
-            wanted = [results[name] for name in (names if output_names is None else output_names)]
-            mx.eval(*[value for value in wanted if isinstance(value, mx.array)])
-            return [to_numpy(value) for value in wanted] if as_numpy else wanted
+            values = self._values(feeds)
+            try:
+                results = self.plan.graph(*values)
+                chosen = [results[place] for place in wanted]
+                _evaluate(chosen)
+            except BaseException:
+                self.plan.clear()
+                raise
+            for place, value in zip(wanted, chosen, strict=True):
+                self._outputs[place].check_type(value, "output")
+            return [_copy(value) if as_numpy else _device(value) for value in chosen]
 
     def __call__(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Run once and return every output by name."""
-        return dict(zip((value.name for value in self.plan.outputs), self.run(None, feeds), strict=True))
+        return dict(zip(self._places, self.run(None, feeds), strict=True))
+
+    def _place(self, name: str) -> int:
+        if name not in self._places:
+            raise RunError(f"the model has no output '{name}'; it has {_names(self._places)}")
+        return self._places[name]
+
+    def _values(self, feeds: Mapping[str, Any]) -> list[Any]:
+        """The feeds in the order of the inputs, checked, on the device."""
+        names = [wanted.name for wanted in self._inputs]
+        extra = [name for name in feeds if name not in names]
+        if extra:
+            raise RunError(f"the model has no input {_names(extra)}; it has {_names(names)}")
+        values, sizes = [], {}  # sizes: what each symbolic dimension is, and the input that said so
+        for wanted in self._inputs:
+            if wanted.name in feeds:
+                values.append(wanted.accept(feeds[wanted.name], sizes))
+            elif wanted.name in self.plan.defaults:
+                values.append(self.plan.defaults[wanted.name])
+            elif wanted.optional:
+                values.append(None)
+            else:
+                raise RunError(f"input '{wanted.name}' is missing; it is {wanted}")
+        return values
+
+
+def _evaluate(values: Sequence[Any]) -> None:
+    try:
+        mx.eval(*[value for value in _leaves(values) if isinstance(value, mx.array)])
+    except NodeError:
+        raise
+    except Exception as error:
+        raise RunError(f"the outputs could not be evaluated: {error}") from error
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [leaf for part in value for leaf in _leaves(part)] if isinstance(value, list) else [value]
+
+
+def _copy(value: Any) -> Any:
+    """A NumPy array that shares no memory with the model or the feeds, so that writing to it changes neither."""
+    if isinstance(value, list):
+        return [_copy(part) for part in value]
+    return None if value is None else np.array(to_numpy(value), order="C")
+
+
+def _device(value: Any) -> Any:
+    return [_device(part) for part in value] if isinstance(value, list) else to_mx(value)
+
+
+def _names(names: Sequence[str] | Mapping[str, Any]) -> str:
+    return ", ".join(f"'{name}'" for name in names) or "none"

@@ -1,0 +1,105 @@
+"""A planned graph, ready to run: steps over one list of values, the frame.
+
+A step reads and writes fixed slots of the frame. Subgraphs share their parent's frame, so a captured value is just a
+slot. Slot 0 (ABSENT) is always None: an input that is left out. Slot 1 (DROPPED) takes outputs that nobody wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+
+from lut4tool.errors import Lut4Error
+from lut4tool.runtime.binding import Call, Frame
+from lut4tool.runtime.registry import Operator
+
+ABSENT, DROPPED = 0, 1
+
+
+class RunError(Lut4Error):
+    """Wrong feeds, or a node that failed while running; the text names it."""
+
+
+class NodeError(RunError):
+    """A node that failed while running, named by the graph that holds it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One node: `call` reads the frame; its results go to `outputs`; then the slots in `free` are emptied.
+
+    inputs: the slots it reads, as its node lists them; host: all of them are known to be host values.
+    """
+
+    name: str
+    operator: Operator
+    call: Call
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    free: tuple[int, ...] = ()
+    host: bool = False
+
+
+class Graph:
+    """A graph or subgraph: call it with its inputs (as many as `inputs`), get the list of its outputs.
+
+    types: the declared type of each output; captured: slots of outer graphs that it reads.
+    """
+
+    def __init__(
+        self,
+        frame: Frame,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        steps: Sequence[Step],
+        own: Set[int],
+        captured: Set[int] = frozenset(),
+        types: Sequence[onnx.TypeProto] = (),
+    ) -> None:
+        self.frame, self.steps, self.captured, self.types = frame, tuple(steps), captured, tuple(types)
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        self._emptied = tuple(slot for slot in dict.fromkeys(self.outputs) if slot in own)
+        self._program = tuple(
+            (step.call, step.outputs[0] if len(step.outputs) == 1 else -1, step.outputs, step.free) for step in steps
+        )
+
+    def __call__(self, *values: Any) -> list[Any]:
+        if len(values) != len(self.inputs):
+            raise RunError(f"its subgraph takes {len(self.inputs)} inputs, not {len(values)}")
+        frame, index = self.frame, 0
+        for slot, value in zip(self.inputs, values, strict=True):
+            frame[slot] = value
+        try:
+            for index, (call, single, several, free) in enumerate(self._program):  # noqa: B007 - read by the except
+                result = call()
+                if single >= 0:
+                    frame[single] = result[0] if type(result) is tuple else result
+                else:
+                    _spread(frame, several, result)
+                for slot in free:
+                    frame[slot] = None
+        except NodeError:
+            raise
+        except Exception as error:
+            step = self.steps[index]
+            raise NodeError(f"node '{step.name}' ({step.operator.name}) failed: {_sentence(error)}") from error
+        results = [frame[slot] for slot in self.outputs]
+        for slot in self._emptied:
+            frame[slot] = None
+        return results
+
+
+def _spread(frame: Frame, slots: Sequence[int], result: Any) -> None:
+    """Store the results of a node with several outputs (or none)."""
+    if type(result) is not tuple or len(result) < len(slots):
+        raise RunError(f"{len(slots)} outputs are asked for, not all of which the operator computes")
+    for slot, value in zip(slots, result, strict=False):
+        frame[slot] = value
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, Lut4Error) else f"{type(error).__name__}: {text}"

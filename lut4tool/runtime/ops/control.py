@@ -1,0 +1,157 @@
+"""Control flow and constants: onnx/defs/controlflow, and Constant and Identity, which the plan resolves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lut4tool.runtime.backend import mx
+from lut4tool.runtime.dtypes import numpy_dtype, to_numpy
+from lut4tool.runtime.plan import Node
+from lut4tool.runtime.registry import Unsupported, op
+
+
+@op("Constant")
+def constant(
+    *,
+    value: Any = None,
+    sparse_value: Any = None,
+    value_float: float | None = None,
+    value_floats: Sequence[float] | None = None,
+    value_int: int | None = None,
+    value_ints: Sequence[int] | None = None,
+    value_string: str | None = None,
+    value_strings: Sequence[str] | None = None,
+) -> Any:
+    """Exactly one of the attributes gives the value; a sparse one comes dense."""
+    forms = [
+        (value, None),
+        (sparse_value, None),
+        (value_float, np.float32),
+        (value_floats, np.float32),
+        (value_int, np.int64),
+    ]
+    forms += [(value_ints, np.int64), (value_string, object), (value_strings, object)]
+    given = [np.asarray(form, dtype) for form, dtype in forms if form is not None]
+    if len(given) != 1:
+        raise ValueError(f"one value is wanted, not {len(given)}")
+    return given[0]
+
+
+@op("Identity")
+def identity(xp: Any, x: Any) -> Any:
+    """Any value, sequences and optionals too."""
+    return x
+
+
+@op("If", host=(0,), planned=True)
+def if_(node: Node) -> Callable[..., Any]:
+    """The branches take no inputs: what they need, they capture."""
+    then_branch, else_branch = node.attributes["then_branch"], node.attributes["else_branch"]
+
+    def run(cond: np.ndarray) -> Any:
+        return tuple((then_branch if _flag(cond) else else_branch)())
+
+    return run
+
+
+@op("Loop", host=(0, 1), planned=True)
+def loop(node: Node) -> Callable[..., Any]:
+    """Runs while the trip count M, where given, is not reached and the condition, where given, holds.
+
+    The body takes (iteration, condition, state...) and gives (condition, state..., scan outputs...), which are stacked.
+    """
+    body = node.attributes["body"]
+    carried = len(body.inputs) - 2
+
+    def run(trips: np.ndarray | None, cond: np.ndarray | None = None, *initial: Any) -> Any:
+        limit = None if trips is None else int(trips.reshape(-1)[0])
+        go, state, rows, iteration = cond is None or _flag(cond), list(initial), [], 0
+        while go and (limit is None or iteration < limit):
+            after, *results = body(np.array(iteration, np.int64), np.array(True), *state)
+            state = results[:carried]
+            rows.append(results[carried:])
+            _start([*state, *rows[-1]])
+            go = after is None or _flag(to_numpy(after))
+            iteration += 1
+        types = body.types[1 + carried :]
+        return (*state, *[_stack([row[k] for row in rows], kind, 0) for k, kind in enumerate(types)])
+
+    return run
+
+
+@op("Scan", since=9, planned=True)
+def scan(node: Node) -> Callable[..., Any]:
+    """Runs the body over slices of the scan inputs; directions and axes are per input and per output, all 0 by default."""
+    body, scanned = node.attributes["body"], node.attributes["num_scan_inputs"]
+    carried = len(body.inputs) - scanned
+    stacked = len(body.outputs) - carried
+    if carried < 0 or stacked < 0:
+        raise Unsupported(
+            f"its body has {len(body.inputs)} inputs, fewer than num_scan_inputs, {scanned}, and its state"
+        )
+
+    def each(name: str, count: int) -> Sequence[int]:
+        values: Sequence[int] = node.attributes.get(name) or [0] * count
+        if len(values) != count:
+            raise Unsupported(f"{name} must have {count} entries, not {len(values)}")
+        return values
+
+    axes, backwards = each("scan_input_axes", scanned), each("scan_input_directions", scanned)
+    out_axes, out_backwards = each("scan_output_axes", stacked), each("scan_output_directions", stacked)
+
+    def run(*values: Any) -> Any:
+        state, sources = (
+            list(values[:carried]),
+            [_first(x, axis) for x, axis in zip(values[carried:], axes, strict=True)],
+        )
+        lengths = {source.shape[0] for source in sources}
+        if len(lengths) != 1:
+            raise ValueError(f"the scan inputs have different lengths: {sorted(lengths)}")
+        rows, (length,) = [], lengths
+        for step in range(length):
+            slices = [_at(x, length - 1 - step if back else step) for x, back in zip(sources, backwards, strict=True)]
+            results = body(*state, *slices)
+            state = results[:carried]
+            rows.append(results[carried:])
+            _start(results)
+        columns = [[row[k] for row in (rows[::-1] if out_backwards[k] else rows)] for k in range(stacked)]
+        kinds = body.types[carried:]
+        return (*state, *[_stack(*column) for column in zip(columns, kinds, out_axes, strict=True)])
+
+    return run
+
+
+def _flag(cond: np.ndarray) -> bool:
+    if cond.size != 1:
+        raise ValueError(f"the condition must be one boolean, not of shape {list(cond.shape)}")
+    return bool(cond.reshape(-1)[0])
+
+
+def _start(values: Sequence[Any]) -> None:
+    """Start computing an iteration, so that a long loop does not build one long lazy graph."""
+    mx.async_eval(*[value for value in values if isinstance(value, mx.array)])
+
+
+def _first(value: Any, axis: int) -> Any:
+    xp = mx if isinstance(value, mx.array) else np
+    return value if axis == 0 else xp.moveaxis(value, axis, 0)
+
+
+def _at(value: Any, index: int) -> Any:
+    return value[index] if isinstance(value, mx.array) else np.asarray(value[index])
+
+
+def _stack(rows: Sequence[Any], kind: Any, axis: int) -> Any:
+    """One array of the iterations' values along a new axis; with no iteration, an empty one of the declared type."""
+    if rows and all(isinstance(row, mx.array) for row in rows):
+        return mx.stack(rows, axis=axis)
+    if rows:
+        return np.stack([to_numpy(row) for row in rows], axis=axis)
+    tensor = kind.tensor_type
+    shape = [dim.dim_value for dim in tensor.shape.dim]  # a symbolic size is 0: no iteration says what it is
+    rank = len(shape) + 1
+    shape.insert(axis % rank, 0)
+    return np.zeros(shape, numpy_dtype(tensor.elem_type))
