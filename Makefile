@@ -1,0 +1,43 @@
+# make setup | test | demo | lint | bench: each sets up what it needs in .venv first.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+EXTRAS := $(if $(filter Darwin,$(shell uname -s)),dev,cpu,dev)
+NATIVE := pyproject.toml CMakeLists.txt $(wildcard lut4tool/native/*.c lut4tool/native/*.cpp lut4tool/native/*.h)
+
+.PHONY: setup test test-all demo lint bench clean
+
+setup: $(STAMP)
+
+# Editable: Python runs from this tree, and the compiled module is built into lut4tool/native.
+$(STAMP): $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "scikit-build-core>=0.11" "nanobind>=3.1" "cmake>=3.26" "ninja>=1.11"
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[$(EXTRAS)]"
+	$(BIN)/python -c "from lut4tool import native; print('lut4tool decodes with', native.describe())"
+	touch $@
+
+test: setup
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-all: setup
+	$(BIN)/python -m pytest -n 2
+
+demo: setup
+	$(BIN)/lut4tool demo
+	$(BIN)/python models/make.py --demo
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python benchmarks/blas.py
+	$(BIN)/python benchmarks/decode.py
+
+clean:
+	rm -rf $(VENV) build dist lut4tool/native/*.so
