@@ -118,7 +118,7 @@ def max_unpool(
     x: Any, indices: Any, output_shape: Any = None, *, kernel_shape: Sequence[int], pads: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
 ) -> Any:  # fmt: skip
-    """Put each element at its flat index, which counts in the pool's own input: `output_shape` only widens the result."""
+    """Put each element at its flat index, which counts in the pool's own input; `output_shape` only adds zeros after it."""
     rank = x.ndim - 2
     strides, pads = strides or (1,) * rank, pads or (0,) * (2 * rank)
     size = [
@@ -126,9 +126,10 @@ def max_unpool(
         for axis, (n, s, k) in enumerate(zip(x.shape[2:], strides, kernel_shape, strict=True))
     ]
     natural = (*x.shape[:2], *size)
-    shape = natural if output_shape is None else tuple(output_shape.tolist())
-    if (indices < 0).any() or (indices >= prod(shape)).any():
-        raise ValueError(f"MaxUnpool's indices lie outside its output {list(shape)}")
-    flat = np.zeros(prod(shape), numpy_type(x))
-    flat[indices.reshape(-1)] = to_numpy(x).reshape(-1)
-    return finish(flat.reshape(shape), x)
+    if (indices < 0).any() or (indices >= prod(natural)).any():
+        raise ValueError(f"MaxUnpool's indices lie outside the pool's input {list(natural)}")
+    image = np.zeros(natural, numpy_type(x))
+    image.reshape(-1)[indices.reshape(-1)] = to_numpy(x).reshape(-1)
+    if output_shape is not None:
+        image = np.pad(image, [(0, int(wide) - own) for wide, own in zip(output_shape, natural, strict=True)])
+    return to_mx(image)
