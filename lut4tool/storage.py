@@ -1,10 +1,14 @@
 """Model files and the weights beside them: safe paths, mapped views, clear limits, atomic writes."""
 
+# ruff: noqa: PTH
+# (links are resolved by os.path.realpath: Path.resolve raises on a loop)
+
 from __future__ import annotations
 
 import contextlib
 import errno
 import math
+import mmap
 import os
 import secrets
 import shutil
@@ -15,7 +19,7 @@ from typing import BinaryIO
 
 import numpy as np
 import onnx
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from lut4tool.errors import Lut4Error
 
@@ -46,10 +50,11 @@ def read_model(path: PathLike) -> onnx.ModelProto:
             if facts.st_size == 0:
                 raise StorageError(f"{name} is empty")
             if facts.st_size > PROTO_LIMIT:
-                raise StorageError(f"{name} is {size_text(facts.st_size)}; protobuf reads at most 2 GiB, so its weights must be external data")  # fmt: skip
+                size = size_text(facts.st_size)
+                raise StorageError(f"{name} is {size}; protobuf reads at most 2 GiB: its weights must be external data")
             data = file.read()
     except OSError as error:
-        raise StorageError(f"cannot read {name}: {_reason(error)}") from error
+        raise StorageError(f"cannot read {name}: {reason(error)}") from error
     return parse_model(data, name)
 
 
@@ -147,23 +152,36 @@ class Tensors:
         try:
             mode = os.stat(real).st_mode
         except OSError as error:
-            raise StorageError(f"{what}, file '{place}', cannot be read: {_reason(error)}") from error
+            raise StorageError(f"{what}, file '{place}', cannot be read: {reason(error)}") from error
         if not stat.S_ISREG(mode):
             raise StorageError(f"{what} is '{place}', which is not a regular file")
         return real
 
+    def release(self) -> None:
+        """Let go of the mapped pages that were read: they come back from the file when they are needed again."""
+        for mapped in self._maps.values():
+            source = getattr(mapped, "_mmap", None)
+            if source is not None and hasattr(mmap, "MADV_DONTNEED"):
+                source.madvise(mmap.MADV_DONTNEED)
+
     def _external(self, tensor: onnx.TensorProto, size: int) -> np.ndarray:
         """Bytes of an external tensor: a view of its file's map."""
         data = self._map(tensor)
+        what = f"external data of tensor '{tensor.name}'"
         entries = {entry.key: entry.value for entry in tensor.external_data}
         try:
             offset, length = int(entries.get("offset") or 0), int(entries.get("length") or size)
         except ValueError as error:
-            raise StorageError(f"external data of tensor '{tensor.name}' has an offset or length that is no number") from error  # fmt: skip
+            raise StorageError(f"{what} has an offset or length that is no number") from error
         if offset < 0 or length != size:
-            raise StorageError(f"external data of tensor '{tensor.name}' has offset {offset} and length {length}; its type and dims need {size} bytes")  # fmt: skip
+            raise StorageError(
+                f"{what} has offset {offset} and length {length}; its type and dims need {size} bytes from 0 or later"
+            )
         if offset + size > data.size:
-            raise StorageError(f"external data of tensor '{tensor.name}' ends at byte {offset + size} of '{location(tensor)}', which has {data.size}: the file is cut or is another model's")  # fmt: skip
+            raise StorageError(
+                f"{what} ends at byte {offset + size} of '{location(tensor)}', which has {data.size}: "
+                "the file is cut or belongs to another model"
+            )
         return data[offset : offset + size]
 
     def _map(self, tensor: onnx.TensorProto) -> np.ndarray:
@@ -173,7 +191,9 @@ class Tensors:
                 empty = os.path.getsize(real) == 0
                 self._maps[real] = np.empty(0, np.uint8) if empty else np.memmap(real, np.uint8, "r")
             except (OSError, ValueError) as error:
-                raise StorageError(f"external data file '{location(tensor)}' cannot be read: {_reason(error)}") from error  # fmt: skip
+                raise StorageError(
+                    f"external data of tensor '{tensor.name}' in '{location(tensor)}' cannot be read: {reason(error)}"
+                ) from error
         return self._maps[real]
 
 
@@ -193,7 +213,7 @@ def write_atomic(path: PathLike, content: bytes | Callable[[BinaryIO], object]) 
                 file.write(content)
             commit(file, name)
     except OSError as error:
-        raise StorageError(f"cannot write {name}: {_reason(error)}") from error
+        raise StorageError(f"cannot write {name}: {reason(error)}") from error
 
 
 @contextlib.contextmanager
@@ -236,7 +256,7 @@ def copy_new(source: PathLike, path: PathLike) -> None:
     except FileExistsError:
         raise
     except OSError as error:
-        raise StorageError(f"cannot copy {os.fspath(source)} to {target}: {_reason(error)}") from error
+        raise StorageError(f"cannot copy {os.fspath(source)} to {target}: {reason(error)}") from error
 
 
 def size_text(size: int) -> str:
@@ -301,7 +321,7 @@ def _inside(path: str, folder: str) -> bool:
     return path.startswith(folder.rstrip(os.sep) + os.sep)
 
 
-def _reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """What went wrong, in the system's words and without its number."""
     text = getattr(error, "strerror", None) or str(error)
     return text[:1].lower() + text[1:]

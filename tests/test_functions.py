@@ -166,7 +166,9 @@ def test_lookup4_body_keeps_bits_of_special_values(run, weight_dtype):
     nodes[-1].CopyFrom(helper.make_node("Identity", [nodes[-1].input[1]], nodes[-1].output))
     actual, expected = run(model, np.ones((1, 1), np.float32)), matrix_of(weight, "float32")
     nan = np.isnan(expected)
-    assert nan.any() and np.isinf(expected).any() and np.signbit(expected[expected == 0]).any()
+    assert nan.any()
+    assert np.isinf(expected).any()
+    assert np.signbit(expected[expected == 0]).any()
     assert np.array_equal(np.isnan(actual), nan)
     assert_same_bytes(np.where(nan, np.float32(0), actual), np.where(nan, np.float32(0), expected))
 
@@ -219,7 +221,8 @@ def test_qmm_body_is_exact_in_onnxruntime(opset, zero_points):
 def test_bodies_define_no_default_and_use_every_attribute(op):
     function = body(op, 13)
     used = {attribute.ref_attr_name for node in function.node for attribute in node.attribute}
-    assert set(function.attribute) == used - {""} and not function.attribute_proto
+    assert set(function.attribute) == used - {""}
+    assert not function.attribute_proto
     assert not any(node.op_type == "CastLike" for node in function.node)
 
 
@@ -233,4 +236,5 @@ def test_bfloat16_products_are_of_ml_dtypes():
     """The oracle of the bfloat16 cases computes in bfloat16 (and not, say, on raw uint16)."""
     model = matmul_model(np.ones((2, 2), ml_dtypes.bfloat16), "bfloat16", 17)
     result = run_reference(model, np.full((1, 2), 1.5, ml_dtypes.bfloat16))
-    assert result.dtype == ml_dtypes.bfloat16 and result.tolist() == [[3.0, 3.0]]
+    assert result.dtype == ml_dtypes.bfloat16
+    assert result.tolist() == [[3.0, 3.0]]

@@ -1,1 +1,127 @@
-"""Rewriting proved chains into packed operators."""
+"""Rewriting: prove each 4-bit decode chain, check it with a witness, replace it, save atomically."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import onnx
+
+from lut4tool.recognize import recognize
+from lut4tool.recognize.proof import Proof, Refusal, Witness
+from lut4tool.recognize.summary import distinct_weights
+from lut4tool.recognize.witness import check
+from lut4tool.rewrite.edit import RewriteError, apply
+from lut4tool.rewrite.save import Progress, check_target, save
+from lut4tool.storage import PathLike, Tensors, nbytes, read_model
+
+__all__ = ["RewriteError", "RewriteReport", "rewrite", "rewrite_model"]
+
+
+@dataclass(frozen=True, eq=False)
+class RewriteReport:
+    """What a rewrite did, site by site; sizes in bytes, each distinct weight counted once.
+
+    rewritten: proof and witness of each site (None where no witness was asked for).
+    input_bytes, output_bytes: the proto before and after, external data not counted.
+    packed_bytes, dense_bytes: the proved weights as stored, and decoded to float32.
+    notes: sentences for the user.
+    """
+
+    rewritten: tuple[tuple[Proof, Witness | None], ...]
+    refused: tuple[Refusal, ...]
+    input_bytes: int
+    output_bytes: int
+    packed_bytes: int
+    dense_bytes: int
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of `rewrite --json` (DESIGN section 7)."""
+        return {
+            "rewritten": [
+                proof.to_json() | {"witness": witness.to_json() if witness else None}
+                for proof, witness in self.rewritten
+            ],
+            "refused": [refusal.to_json() for refusal in self.refused],
+            "input_bytes": self.input_bytes,
+            "output_bytes": self.output_bytes,
+            "packed_bytes": self.packed_bytes,
+            "dense_bytes": self.dense_bytes,
+            "notes": list(self.notes),
+        }
+
+
+def rewrite(
+    src: PathLike,
+    dst: PathLike,
+    *,
+    verify: bool = False,
+    dry_run: bool = False,
+    vendor: bool = False,
+    force: bool = False,
+    allow_external: Iterable[PathLike] = (),
+    progress: Progress | None = None,
+) -> RewriteReport:
+    """Rewrite the model file `src` to `dst`; `dst` equal to `src` means in place.
+
+    Every distinct weight is checked by a witness first (`verify`: every block of it). Nothing is written where nothing
+    is rewritten, on `dry_run`, or on any error. `progress(what, done, total)` is called now and then.
+    Raises StorageError for files, RewriteError for a place or a model, WitnessMismatch where a proof does not hold.
+    """
+    source, target = os.fspath(src), os.fspath(dst)
+    model = read_model(source)
+    check_target(source, target, force or dry_run)
+    tensors = Tensors(os.path.dirname(source), allow_external)  # noqa: PTH120, a link's folder is meant as written
+    report = rewrite_model(model, tensors, verify=verify, vendor=vendor, progress=progress)
+    if dry_run or not report.rewritten:
+        return report
+    written, notes = save(model, source, target, tensors, progress)
+    return replace(report, output_bytes=written, notes=(*report.notes, *notes))
+
+
+def rewrite_model(
+    model: onnx.ModelProto,
+    tensors: Tensors,
+    *,
+    verify: bool = False,
+    vendor: bool = False,
+    witness: bool = True,
+    progress: Progress | None = None,
+) -> RewriteReport:
+    """Rewrite a model in place in memory, as `rewrite` does with files; `tensors` reads its weights.
+
+    On an error the model is as it was.
+    """
+    found = recognize(model, vendor=vendor)
+    size = model.ByteSize()
+    witnesses = _witnesses(found.proofs, tensors, verify, progress) if witness else [None] * len(found.proofs)
+    distinct = distinct_weights(found.proofs)
+    apply(model, found.proofs)
+    return RewriteReport(
+        tuple(zip(found.proofs, witnesses, strict=True)),
+        found.refusals,
+        size,
+        model.ByteSize(),
+        sum(nbytes(tensor) for proof in distinct for tensor in proof.tensors.values()),
+        sum(4 * proof.rows * proof.cols for proof in distinct),
+    )
+
+
+def _witnesses(
+    proofs: tuple[Proof, ...], tensors: Tensors, verify: bool, progress: Progress | None
+) -> list[Witness | None]:
+    """One witness a proof; sites that share a chain share the check."""
+    checked: dict[tuple[int, ...], Witness] = {}
+    result: list[Witness | None] = []
+    for done, proof in enumerate(proofs):
+        if progress:
+            progress("checking weights", done, len(proofs))
+        chain = tuple(map(id, proof.chain))
+        if chain not in checked:
+            checked[chain] = check(proof, tensors, full=verify, progress=progress)
+            tensors.release()
+        result.append(checked[chain])
+    return result

@@ -233,7 +233,7 @@ def _import_domain(owner: onnx.ModelProto | onnx.FunctionProto) -> None:
 
 
 def _drop_initializer_inputs(graph: onnx.GraphProto) -> None:
-    """Below IR 4 every initializer is listed as an input and none can be overridden; from IR 4 on each of them could."""
+    """Below IR 4 initializers are listed as inputs and cannot be overridden; from IR 4 on those could."""
     names = {entry.name for entry in graph.initializer} | {entry.values.name for entry in graph.sparse_initializer}
     _keep(graph.input, [entry.name not in names for entry in graph.input])
     for node in graph.node:

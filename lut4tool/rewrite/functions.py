@@ -3,6 +3,9 @@
 Importing this module imports onnxscript (about half a second), so it is imported only where something is rewritten.
 """
 
+# mypy: ignore-errors
+# (onnxscript reads the bodies as graphs; as Python their calls have no types that fit)
+
 from __future__ import annotations
 
 import functools
@@ -34,6 +37,7 @@ def Lookup4MatMul(  # noqa: N802, the operator's name
     weight_dtype: int,
     dtype: int,
 ):
+    """X times the weight decoded from 4-bit codes of a codebook, by blocks of the flattened weight."""
     # A 256 x 2 table: both codebook entries of a byte, in element order.
     entries = op.Cast(codebook, to=1)
     square = op.Constant(value_ints=[16, 16])
@@ -64,7 +68,7 @@ def Lookup4MatMul(  # noqa: N802, the operator's name
     flat = op.Slice(op.Reshape(rounded, op.Constant(value_ints=[-1])), zero, count, zero)
     weight = op.Transpose(op.Reshape(flat, op.Concat(row_count, col_count, axis=0)), perm=perm)
     Y = op.MatMul(X, weight)
-    return Y
+    return Y  # noqa: RET504, the output's name
 
 
 @script(Opset(formats.DOMAIN, formats.VERSION), default_opset=op)
@@ -80,6 +84,7 @@ def QMM(  # noqa: N802, the operator's name
     weight_dtype: int,
     dtype: int,
 ):
+    """X times the transposed 4-bit affine weight, by blocks along K."""
     # A 2^bits x 2^bits table of both codes of a byte, low nibble first.
     one = op.Constant(value_ints=[1])
     axis = op.Constant(value_ints=[-1])
@@ -102,7 +107,7 @@ def QMM(  # noqa: N802, the operator's name
     padded = op.Reshape(rounded, op.Concat(rows, axis, axis=0))
     weight = op.Slice(padded, op.Reshape(zero, one), columns, one)
     Y = op.MatMul(X, op.Transpose(weight, perm=[1, 0]))
-    return Y
+    return Y  # noqa: RET504, the output's name
 
 
 _BODIES = {formats.LOOKUP4_MATMUL: Lookup4MatMul, formats.QMM: QMM}
