@@ -1,8 +1,5 @@
 """Model files and the weights beside them: safe paths, mapped views, clear limits, atomic writes."""
 
-# ruff: noqa: PTH
-# (links are resolved by os.path.realpath: Path.resolve raises on a loop)
-
 from __future__ import annotations
 
 import contextlib

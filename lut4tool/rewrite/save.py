@@ -1,8 +1,5 @@
 """Saving a rewritten model: data first under a new name, then the proto; a crash leaves every old file whole."""
 
-# ruff: noqa: PTH
-# (links are resolved by os.path.realpath: Path.resolve raises on a loop)
-
 from __future__ import annotations
 
 import contextlib
