@@ -1,0 +1,335 @@
+"""Elementwise arithmetic and activations (onnx/defs/math)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from math import pi, sqrt
+from typing import Any
+
+from lut4tool.runtime.backend import mx
+from lut4tool.runtime.ops.compute import computed, on_device
+from lut4tool.runtime.registry import op
+
+# ONNX name -> (name that NumPy and MLX share, first version without the attribute consumed_inputs).
+_EXACT: dict[str, tuple[str, int]] = {
+    "Abs": ("abs", 6),
+    "Ceil": ("ceil", 6),
+    "Floor": ("floor", 6),
+    "Neg": ("negative", 6),
+    "Round": ("round", 11),
+    "Sign": ("sign", 9),
+}
+_CURVES: dict[str, tuple[str, int]] = {
+    "Acos": ("arccos", 7),
+    "Acosh": ("arccosh", 9),
+    "Asin": ("arcsin", 7),
+    "Asinh": ("arcsinh", 9),
+    "Atan": ("arctan", 7),
+    "Atanh": ("arctanh", 9),
+    "Cos": ("cos", 7),
+    "Cosh": ("cosh", 9),
+    "Exp": ("exp", 6),
+    "Log": ("log", 6),
+    "Sin": ("sin", 7),
+    "Sinh": ("sinh", 9),
+    "Sqrt": ("sqrt", 6),
+    "Tan": ("tan", 7),
+    "Tanh": ("tanh", 6),
+}
+_BINARY: dict[str, str] = {"Add": "add", "Sub": "subtract", "Mul": "multiply"}
+_VARIADIC: dict[str, str] = {"Sum": "add", "Max": "maximum", "Min": "minimum"}
+
+
+def _exact(function: str, xp: Any, x: Any) -> Any:
+    return getattr(xp, function)(x)
+
+
+def _curve(function: str, xp: Any, x: Any) -> Any:
+    return on_device(xp, lambda xp, x: getattr(xp, function)(x), x)
+
+
+def _binary(function: str, xp: Any, a: Any, b: Any) -> Any:
+    return getattr(xp, function)(a, b)
+
+
+def _variadic(function: str, xp: Any, *data: Any) -> Any:
+    return reduce(getattr(xp, function), data)
+
+
+for _name, (_function, _since) in _EXACT.items():
+    op(_name, since=_since)(partial(_exact, _function))
+for _name, (_function, _since) in _CURVES.items():
+    op(_name, since=_since)(partial(_curve, _function))
+for _name, _function in _BINARY.items():
+    op(_name, since=7)(partial(_binary, _function))
+for _name, _function in _VARIADIC.items():
+    op(_name, since=6)(partial(_variadic, _function))
+
+
+@op("Mean", since=6)
+def mean(xp: Any, *data: Any) -> Any:
+    """The mean of tensors broadcast together, in their own type."""
+    return reduce(xp.add, data) / len(data)
+
+
+@op("Reciprocal", since=6)
+def reciprocal(xp: Any, x: Any) -> Any:
+    """1 / x; a host float8 or bfloat16 has no np.reciprocal."""
+    return 1 / x
+
+
+def divide(xp: Any, a: Any, b: Any) -> Any:
+    """a / b in the operands' type; integers truncate toward zero, where MLX gives floats and `//` floors."""
+    if xp.issubdtype(a.dtype, xp.floating):
+        return a / b
+    if xp.issubdtype(a.dtype, xp.unsignedinteger):
+        return a // b
+    plain = xp.where(b == -1, xp.ones_like(b), b)  # the smallest integer divided by -1 stops the process
+    quotient = a // plain
+    inexact = (quotient * plain != a) & ((a < 0) != (plain < 0)) & (plain != 0)
+    return xp.where(b == -1, xp.negative(a), quotient + inexact.astype(a.dtype))
+
+
+op("Div", since=7)(divide)
+
+
+@op("Mod", since=10)
+def mod(xp: Any, a: Any, b: Any, *, fmod: int = 0) -> Any:
+    """The divisor's sign (fmod 0, Python's %) or the dividend's (fmod 1), which MLX has no function for."""
+    if not fmod:
+        rest = xp.remainder(a, b)
+        if not xp.issubdtype(a.dtype, xp.floating):
+            return rest
+        rest = xp.where(rest == 0, xp.where(b < 0, -xp.zeros_like(rest), xp.zeros_like(rest)), rest)
+        return xp.where(xp.isinf(b) & ~xp.isinf(a), xp.where((a < 0) == (b < 0), a, xp.where(a == 0, rest, b)), rest)
+    if xp.issubdtype(a.dtype, xp.unsignedinteger):
+        return xp.remainder(a, b)
+    rest = xp.remainder(xp.abs(a), xp.abs(b))
+    return xp.where(a < 0, xp.negative(rest), rest)
+
+
+@op("Pow", since=7)
+def power(xp: Any, x: Any, y: Any) -> Any:
+    """x ** y in x's type, y's type being free since 12; a negative power of an integer truncates to 0, 1 or -1."""
+    if xp.issubdtype(x.dtype, xp.floating):
+        return xp.power(x, y.astype(x.dtype))
+    if xp.issubdtype(y.dtype, xp.floating):
+        return xp.power(x.astype(y.dtype), y).astype(x.dtype)
+    powers = xp.power(x, xp.maximum(y, 0).astype(x.dtype))
+    if xp.issubdtype(y.dtype, xp.unsignedinteger):
+        return powers
+    ones = xp.where(y % 2 == 0, x * x, x)
+    return xp.where(y < 0, xp.where(x * x == 1, ones, xp.zeros_like(x)), powers)
+
+
+@op("Clip", since=6, until=10)
+def clip_attributes(xp: Any, x: Any, *, min: float | None = None, max: float | None = None) -> Any:
+    """Bounds are attributes before 11; their defaults, the largest float32 values, do not clip."""
+    low, high = (None if bound is None else xp.array(bound, dtype=x.dtype) for bound in (min, max))
+    return clip(xp, x, low, high)
+
+
+@op("Clip", since=11)
+def clip(xp: Any, x: Any, min: Any = None, max: Any = None) -> Any:
+    """`max` wins where it is below `min`."""
+    if min is not None:
+        x = xp.maximum(x, min)
+    return x if max is None else xp.minimum(x, max)
+
+
+@op("Relu", since=6)
+def relu(xp: Any, x: Any) -> Any:
+    """max(x, 0), for integers too since 14."""
+    return xp.maximum(x, xp.zeros_like(x))
+
+
+@op("PRelu", since=7)
+def prelu(xp: Any, x: Any, slope: Any) -> Any:
+    """`slope` broadcasts to x from the right, integers too since 9."""
+    return xp.where(x < 0, x * slope, x)
+
+
+@op("Sigmoid", since=6)
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + exp(-x))."""
+    return computed(lambda xp, x: 1 / (1 + xp.exp(-x)), x)
+
+
+@op("Erf", since=9)
+def erf(x: Any) -> Any:
+    """The error function, for integers too, in x's type."""
+    return mx.erf(x).astype(x.dtype)
+
+
+@op("LeakyRelu", since=6)
+def leaky_relu(x: Any, *, alpha: float = 0.01) -> Any:
+    """alpha * x below zero."""
+    return mx.where(x < 0, alpha * x, x)
+
+
+@op("ThresholdedRelu")
+def thresholded_relu(x: Any, *, alpha: float = 1.0) -> Any:
+    """x above alpha, else 0."""
+    return mx.where(x > alpha, x, mx.zeros_like(x))
+
+
+@op("Elu", since=6)
+def elu(x: Any, *, alpha: float = 1.0) -> Any:
+    """alpha * (exp(x) - 1) below zero."""
+    return computed(lambda xp, x: xp.where(x < 0, alpha * xp.expm1(x), x), x)
+
+
+@op("Selu", since=6)
+def selu(x: Any, *, alpha: float = 1.67326319217681884765625, gamma: float = 1.05070102214813232421875) -> Any:
+    """Elu times gamma, with ONNX's own constants."""
+    return computed(lambda xp, x: gamma * xp.where(x <= 0, alpha * xp.expm1(x), x), x)
+
+
+@op("Celu")
+def celu(x: Any, *, alpha: float = 1.0) -> Any:
+    """max(0, x) + min(0, alpha * (exp(x / alpha) - 1))."""
+    return computed(lambda xp, x: xp.maximum(x, 0) + xp.minimum(alpha * xp.expm1(x / alpha), 0), x)
+
+
+@op("HardSigmoid", since=6)
+def hard_sigmoid(x: Any, *, alpha: float = 0.2, beta: float = 0.5) -> Any:
+    """alpha * x + beta between 0 and 1."""
+    return mx.clip(alpha * x + beta, 0, 1)
+
+
+@op("HardSwish")
+def hard_swish(x: Any) -> Any:
+    """x times HardSigmoid with alpha 1/6."""
+    return x * mx.clip(x / 6 + 0.5, 0, 1)
+
+
+@op("Softplus")
+def softplus(x: Any) -> Any:
+    """log(1 + exp(x)), without overflow."""
+    return computed(lambda xp, x: xp.logaddexp(x, xp.zeros_like(x)), x)
+
+
+@op("Softsign")
+def softsign(x: Any) -> Any:
+    """x / (1 + |x|)."""
+    return x / (1 + mx.abs(x))
+
+
+@op("Mish")
+def mish(x: Any) -> Any:
+    """x * tanh(softplus(x))."""
+    return computed(lambda xp, x: x * xp.tanh(xp.logaddexp(x, xp.zeros_like(x))), x)
+
+
+@op("Swish")
+def swish(x: Any, *, alpha: float = 1.0) -> Any:
+    """x * sigmoid(alpha * x)."""
+    return computed(lambda xp, x: x / (1 + xp.exp(-alpha * x)), x)
+
+
+@op("SwiGLU")
+def swiglu(a: Any, b: Any, *, alpha: float = 1.0) -> Any:
+    """Swish of the gate `a` times `b`."""
+    return computed(lambda xp, a, b: a / (1 + xp.exp(-alpha * a)) * b, a, b)
+
+
+@op("Gelu")
+def gelu(x: Any, *, approximate: str = "none") -> Any:
+    """x times the normal distribution function, exact or by tanh."""
+    if approximate == "none":
+        return 0.5 * x * (1 + mx.erf(x / sqrt(2)))
+    return computed(lambda xp, x: 0.5 * x * (1 + xp.tanh(sqrt(2 / pi) * (x + 0.044715 * x * x * x))), x)
+
+
+def coerced(x: Any, axis: int) -> Any:
+    """x as a matrix [product of the dimensions before `axis`, product of the rest]: what Softmax means before 13."""
+    axis += x.ndim if axis < 0 else 0
+    rows = 1
+    for size in x.shape[:axis]:
+        rows *= size
+    return x.reshape(rows, -1 if x.size else 0)
+
+
+def _softmax(x: Any, axis: int) -> Any:
+    def rows(xp: Any, x: Any) -> Any:
+        powers = xp.exp(x - x.max(axis=axis, keepdims=True))
+        return powers / powers.sum(axis=axis, keepdims=True)
+
+    return computed(rows, x) if x.size else x
+
+
+def _log_softmax(x: Any, axis: int) -> Any:
+    def rows(xp: Any, x: Any) -> Any:
+        shifted = x - x.max(axis=axis, keepdims=True)
+        return shifted - xp.log(xp.exp(shifted).sum(axis=axis, keepdims=True))
+
+    return computed(rows, x) if x.size else x
+
+
+def _hardmax(x: Any, axis: int) -> Any:
+    best = mx.expand_dims(mx.argmax(x, axis=axis), axis)
+    shape = [1] * x.ndim
+    shape[axis] = x.shape[axis]
+    return (mx.arange(x.shape[axis], dtype=best.dtype).reshape(shape) == best).astype(x.dtype)
+
+
+def _along_axis(function: Callable[[Any, int], Any], x: Any, *, axis: int = -1) -> Any:
+    return function(x, axis)
+
+
+def _coerced(function: Callable[[Any, int], Any], x: Any, *, axis: int = 1) -> Any:
+    return function(coerced(x, axis), -1).reshape(x.shape)
+
+
+_NORMALIZED: Sequence[tuple[str, Callable[[Any, int], Any]]] = (
+    ("Softmax", _softmax),
+    ("LogSoftmax", _log_softmax),
+    ("Hardmax", _hardmax),
+)
+for _name, _rows in _NORMALIZED:
+    op(_name, until=12)(partial(_coerced, _rows))
+    op(_name, since=13)(partial(_along_axis, _rows))
+
+
+@op("CumSum", host=(1,))
+def cum_sum(x: Any, axis: Any, *, exclusive: int = 0, reverse: int = 0) -> Any:
+    """Running sums along an axis given as an input."""
+    return mx.cumsum(x, axis=int(axis.reshape(-1)[0]), reverse=bool(reverse), inclusive=not exclusive)
+
+
+@op("CumProd", host=(1,))
+def cum_prod(x: Any, axis: Any, *, exclusive: int = 0, reverse: int = 0) -> Any:
+    """Running products along an axis given as an input."""
+    return mx.cumprod(x, axis=int(axis.reshape(-1)[0]), reverse=bool(reverse), inclusive=not exclusive)
+
+
+def _top(x: Any, k: int, axis: int, largest: int) -> tuple[Any, Any]:
+    """The k first of a stable sort: of equal values the lower index comes first, which mx.topk does not promise."""
+    if k > x.shape[axis]:
+        raise ValueError(f"k is {k}, but axis {axis} has {x.shape[axis]} elements")
+    key = x
+    if largest:
+        key = -x if mx.issubdtype(x.dtype, mx.floating) else mx.bitwise_invert(x)
+    axis += x.ndim if axis < 0 else 0
+    first = tuple(slice(k) if place == axis else slice(None) for place in range(x.ndim))
+    index = mx.argsort(key, axis=axis)[first]
+    return mx.take_along_axis(x, index, axis=axis), index.astype(mx.int64)
+
+
+@op("TopK", until=9)
+def top_k_attribute(x: Any, *, k: int, axis: int = -1) -> Any:
+    """k as an attribute."""
+    return _top(x, k, axis, 1)
+
+
+@op("TopK", since=10, until=10, host=(1,))
+def top_k_largest(x: Any, k: Any, *, axis: int = -1) -> Any:
+    """k as an input."""
+    return _top(x, int(k.reshape(-1)[0]), axis, 1)
+
+
+@op("TopK", since=11, host=(1,))
+def top_k(x: Any, k: Any, *, axis: int = -1, largest: int = 1, sorted: int = 1) -> Any:
+    """The largest or smallest; always sorted, which `sorted` 0 allows too."""
+    return _top(x, int(k.reshape(-1)[0]), axis, largest)

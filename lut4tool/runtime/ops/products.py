@@ -1,0 +1,105 @@
+"""Matrix products of every ONNX type (onnx/defs/math): MLX multiplies floats only."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from lut4tool.runtime.backend import mx
+from lut4tool.runtime.dtypes import to_mx, to_numpy
+from lut4tool.runtime.ops.compute import finish, working
+from lut4tool.runtime.registry import op
+
+#: Integers below 256 in magnitude: float32 holds a sum of this many products exactly.
+_EXACT_DEPTH = 256
+
+
+def product(a: Any, b: Any) -> Any:
+    """np.matmul's a @ b in the operands' type, halves accumulated in float32; integers wrap on the host."""
+    xp, wide_a, wide_b = working(a, b)
+    if xp is mx and not mx.issubdtype(wide_a.dtype, mx.inexact):
+        xp, wide_a, wide_b = np, to_numpy(a), to_numpy(b)
+    return finish(xp.matmul(wide_a, wide_b), a)
+
+
+op("MatMul")(product)
+
+
+@op("Gemm", since=7)
+def gemm(
+    a: Any, b: Any, c: Any = None, *, alpha: float = 1.0, beta: float = 1.0, transA: int = 0, transB: int = 0
+) -> Any:
+    """alpha * A' @ B' + beta * C in one type, integers included; C broadcasts to the product."""
+    dtype = a.dtype
+    y = product(a.T if transA else a, b.T if transB else b)
+    if alpha != 1:
+        y = (alpha * y).astype(dtype)
+    if c is None or beta == 0:
+        return y
+    return y + (c if beta == 1 else (beta * c).astype(dtype))
+
+
+def _integers(value: Any, zero_point: Any, row: bool) -> tuple[Any, Any]:
+    """Return (xp, value - zero_point) as float32 integers; a rank-1 zero point is one a row of A, one a column of B."""
+    xp, x, zero = working(value, zero_point)
+    x = x.astype(xp.float32)
+    if zero is None:
+        return xp, x
+    return xp, x - (zero[:, None] if row and zero.ndim == 1 and zero.size > 1 else zero).astype(xp.float32)
+
+
+def integer_product(a: Any, b: Any, a_zero_point: Any = None, b_zero_point: Any = None) -> Any:
+    """(a - a_zero_point) @ (b - b_zero_point) of 8-bit integers, exact in int32: float32 products of short pieces."""
+    (xp, a), (_, b) = _integers(a, a_zero_point, True), _integers(b, b_zero_point, False)
+    total: Any = 0
+    for start in range(0, a.shape[-1], _EXACT_DEPTH):
+        piece = slice(start, start + _EXACT_DEPTH)
+        total = total + (a[..., piece] @ (b[piece] if b.ndim == 1 else b[..., piece, :])).astype(xp.int32)
+    return total
+
+
+@op("MatMulInteger")
+def matmul_integer(a: Any, b: Any, a_zero_point: Any = None, b_zero_point: Any = None) -> Any:
+    """int8 or uint8 operands less their zero points, accumulated exactly in int32."""
+    return to_mx(np.asarray(integer_product(a, b, a_zero_point, b_zero_point)))
+
+
+@op("QLinearMatMul")
+def qlinear_matmul(
+    a: Any, a_scale: Any, a_zero_point: Any, b: Any, b_scale: Any, b_zero_point: Any, y_scale: Any, y_zero_point: Any
+) -> Any:
+    """Product of quantized operands, requantized: half to even, saturated in y_zero_point's type (float8 since 21)."""
+    scales = [to_numpy(scale).astype(np.float32) for scale in (a_scale, b_scale, y_scale)]
+    if scales[0].ndim == 1 and scales[0].size > 1:
+        scales[0] = scales[0][:, None]
+    zero = to_numpy(y_zero_point)
+    if zero.dtype.kind in "iu":
+        total = to_numpy(integer_product(a, b, a_zero_point, b_zero_point))
+        limits = np.iinfo(zero.dtype)
+        steps = np.rint(total * (scales[0] * scales[1] / scales[2])) + zero.astype(np.float32)
+        return to_mx(np.clip(steps, limits.min, limits.max).astype(zero.dtype))
+    left = (to_numpy(a).astype(np.float32) - to_numpy(a_zero_point).astype(np.float32)) * scales[0]
+    right = (to_numpy(b).astype(np.float32) - to_numpy(b_zero_point).astype(np.float32)) * scales[1]
+    return (left @ right / scales[2] + zero.astype(np.float32)).astype(zero.dtype)
+
+
+@op("Einsum")
+def einsum(*inputs: Any, equation: str) -> Any:
+    """np.einsum of any type; MLX refuses integers, spaces and a subscript repeated in one term."""
+    equation = equation.replace(" ", "")
+    terms = equation.split("->")[0].split(",")
+    repeated = any(len(set(letters)) < len(letters) for letters in (re.sub(r"\.", "", term) for term in terms))
+    xp, *values = working(*inputs)
+    if xp is mx and (repeated or not mx.issubdtype(values[0].dtype, mx.inexact)):
+        xp, values = np, [to_numpy(value) for value in values]
+    if xp is np:
+        return finish(np.einsum(equation, *values, optimize=True), inputs[0])
+    return finish(mx.einsum(equation, *values), inputs[0])
+
+
+@op("Det")
+def det(x: Any) -> Any:
+    """The determinant of each matrix; MLX has none."""
+    return finish(np.linalg.det(to_numpy(x)), x)

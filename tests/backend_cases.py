@@ -1,0 +1,92 @@
+"""onnx's own generated node tests, by family of operators, run through Runtime on the CPU.
+
+    @pytest.mark.parametrize("case", cases("math", "logical", xfail=XFAIL))
+    def test_node(case):
+        check(case)
+
+A family is a folder of onnx/defs ("math", "nn", "traditionalml", ...). A test belongs to the family of its operator;
+the `_expanded` form of a test (its operator replaced by the standard's function body) to the family of the plain one.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import onnx
+import pytest
+from onnx import numpy_helper
+from onnx.backend.test.case.test_case import TestCase
+from onnx.backend.test.loader import load_model_tests
+from onnx.backend.test.runner import Runner
+
+#: Operators whose values the standard leaves to chance: shapes and types are compared.
+RANDOM = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+
+
+@functools.cache
+def node_tests() -> dict[str, TestCase]:
+    """Every generated node test of the installed onnx, by name (about 5 s, once)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # onnx's own generators overflow on purpose
+        return {test.name: test for test in load_model_tests(kind="node")}
+
+
+@functools.cache
+def _families() -> dict[tuple[str, str], str]:
+    files = {(s.domain, s.name): s.file.replace("\\", "/") for s in onnx.defs.get_all_schemas_with_history()}
+    return {key: file.split("defs/")[1].split("/")[0] for key, file in files.items()}
+
+
+def operators(test: TestCase) -> list[tuple[str, str]]:
+    """(domain, operator) of each node of a test's model, Constant nodes last."""
+    nodes = sorted(test.model.graph.node, key=lambda node: node.op_type == "Constant")
+    return [("" if node.domain == "ai.onnx" else node.domain, node.op_type) for node in nodes]
+
+
+def family(test: TestCase) -> str:
+    """The family that a test belongs to."""
+    plain = node_tests().get(re.sub(r"_expanded.*", "", test.name), test)
+    return _families()[operators(plain)[0]]
+
+
+def cases(*families: str, xfail: Mapping[str, str] | None = None) -> list[Any]:
+    """Parameters for every test of some families; `xfail` maps a regular expression of names to the reason it fails.
+
+    Those are strict: a test that starts to pass, and a pattern that names no test, are failures.
+    """
+    chosen = [test for test in node_tests().values() if family(test) in families]
+    reasons = dict(xfail or {})
+    unused = [pattern for pattern in reasons if not any(re.fullmatch(pattern, test.name) for test in chosen)]
+    assert not unused, f"no node test is named {unused}"
+    found = []
+    for test in chosen:
+        reason = next((text for pattern, text in reasons.items() if re.fullmatch(pattern, test.name)), None)
+        marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
+        found.append(pytest.param(test, id=test.name, marks=marks))
+    return found
+
+
+def value(data: Any) -> Any:
+    """A feed or an expected value: TensorProtos hold the types that the generators cannot spell in NumPy."""
+    return numpy_helper.to_array(data) if isinstance(data, onnx.TensorProto) else data
+
+
+def check(test: TestCase) -> None:
+    """Run a test's model on each of its data sets and compare with the standard's tolerances and exact types."""
+    from lut4tool.runtime.session import Runtime
+
+    runtime = Runtime(test.model, device="cpu")
+    names = [item.name for item in test.model.graph.input]
+    random = any(name in RANDOM for _, name in operators(test)) or "bernoulli" in test.name
+    for inputs, outputs in test.data_sets:
+        # An input that the data leaves out at the end is absent.
+        feeds = {name: value(data) for name, data in zip(names, inputs, strict=False)}
+        expected = [value(data) for data in outputs]
+        found = runtime.run(None, feeds)
+        if random:
+            expected, found = [part * 0 for part in expected], [part * 0 for part in found]
+        Runner.assert_similar_outputs(expected, found, test.rtol, test.atol)
