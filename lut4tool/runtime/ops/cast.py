@@ -11,10 +11,7 @@ from lut4tool.runtime.backend import mx
 from lut4tool.runtime.dtypes import BY_NUMBER, MLX_OF, Type, to_mx, to_numpy, type_of
 from lut4tool.runtime.registry import op
 
-_FLOAT8 = tuple(
-    np.dtype(getattr(ml_dtypes, name))
-    for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
-)
+_FLOAT8 = tuple(np.dtype(getattr(ml_dtypes, f"float8_{name}")) for name in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz"))
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 
@@ -48,7 +45,7 @@ def _to_e8m0(x: np.ndarray, saturate: int, round_mode: str) -> np.ndarray:
 
 
 def convert(x: np.ndarray, dtype: np.dtype, saturate: int = 1, round_mode: str = "up") -> np.ndarray:
-    """Cast a host array by ONNX's rules: strings, float8 that saturates (Inf too) or not, float8e8m0 by its exponent."""
+    """Cast a host array by ONNX's rules: strings, float8 that saturates (Inf too) or not, float8e8m0."""
     with np.errstate(all="ignore"):
         if dtype.kind == "O":
             return np.array([_text(value) for value in x.reshape(-1)], object).reshape(x.shape)
@@ -79,13 +76,13 @@ def cast_saturating(xp: Any, x: Any, *, to: int) -> Any:
 
 @op("Cast", since=19, until=23)
 def cast_saturate(xp: Any, x: Any, *, to: int, saturate: int = 1) -> Any:
-    """float8 saturates, or becomes NaN or Inf."""
+    """A float8 saturates, or becomes NaN or Inf."""
     return _cast(xp, x, BY_NUMBER[to], saturate, "up")
 
 
 @op("Cast", since=24)
 def cast(xp: Any, x: Any, *, to: int, saturate: int = 1, round_mode: str = "up") -> Any:
-    """float8e8m0 has a rounding mode; MLX has no float8, int4, int2 or string: those are made on the host."""
+    """To float8e8m0 there is a rounding mode; MLX has no float8, int4, int2 or string: those are made on the host."""
     return _cast(xp, x, BY_NUMBER[to], saturate, round_mode)
 
 

@@ -39,13 +39,13 @@ def _range(start: Any, limit: Any, delta: Any, wide: Any) -> Any:
 
 @op("Range", until=26, host=(0, 1, 2))
 def sequence(start: Any, limit: Any, delta: Any) -> Any:
-    """start + i * delta, in the type of start."""
+    """Return start + i * delta, in the type of start."""
     return _range(start, limit, delta, start.dtype.type)
 
 
 @op("Range", since=27, host=(0, 1, 2))
 def sequence_stashed(start: Any, limit: Any, delta: Any, *, stash_type: int = 1) -> Any:
-    """float16 and bfloat16 are computed in float32 unless stash_type says otherwise."""
+    """Halves are computed in float32 unless stash_type says otherwise."""
     half = start.dtype.itemsize == 2 and start.dtype.kind != "i"
     return _range(start, limit, delta, BY_NUMBER[stash_type].numpy.type if half else start.dtype.type)
 
@@ -54,7 +54,7 @@ def sequence_stashed(start: Any, limit: Any, delta: Any, *, stash_type: int = 1)
 def eye_like(x: Any, *, dtype: int | None = None, k: int = 0) -> Any:
     """Ones on diagonal k, of the shape of x and by default of its type."""
     target = _target(dtype, x)
-    return to_mx(np.eye(*x.shape, k=k).astype(target.numpy))
+    return to_mx(np.eye(x.shape[0], x.shape[1], k=k).astype(target.numpy))
 
 
 def _target(dtype: int | None, like: Any) -> Type:

@@ -17,9 +17,8 @@ def checked(indices: Any, size: int) -> np.ndarray:
     if found.size:
         low, high = int(found.min()), int(found.max())
         if low < -size or high >= size:
-            raise IndexError(
-                f"index {low if low < -size else high} is outside -{size} to {size - 1}, the axis having {size}"
-            )
+            wrong = low if low < -size else high
+            raise IndexError(f"index {wrong} is out of range for an axis of {size}: it takes {-size} to {size - 1}")
         if low < 0:
             return np.where(found < 0, found + size, found)
     return found
@@ -75,7 +74,7 @@ _MLX = {"add": "add", "mul": "multiply", "max": "maximum", "min": "minimum"}
 
 
 def _scattered(xp: Any, x: Any, places: Sequence[Any], updates: Any, reduction: str) -> Any:
-    """x with updates at places; equal places accumulate where there is a reduction."""
+    """Return x with updates at places; equal places accumulate where there is a reduction."""
     if xp is np:
         result = x.copy()
         if reduction == "none":
@@ -139,9 +138,5 @@ def tensor_scatter(
     steps = first[:, None] + np.arange(new)  # [batch, new]
     index = steps % length if mode == "circular" else checked(steps, length)
     shape = [past.shape[0] if place == 0 else new if place == axis else 1 for place in range(past.ndim)]
-    places = [
-        np.arange(size).reshape([-1 if p == place else 1 for p in range(past.ndim)])
-        for place, size in enumerate(update.shape)
-    ]
-    places[axis] = index.reshape(shape)
+    places = _grid(np.broadcast_to(index.reshape(shape), update.shape), axis)
     return _scattered(xp, past, [xp.array(place) for place in places], update, "none")

@@ -45,7 +45,7 @@ def bitwise_not(xp: Any, x: Any) -> Any:
 
 @op("BitShift")
 def bit_shift(xp: Any, x: Any, y: Any, *, direction: str) -> Any:
-    """A shift by the type's width or more, or by a negative amount, leaves 0 (or -1: a signed right shift copies the sign)."""
+    """A shift by the width or more, or by less than 0, leaves 0; a signed right shift copies the sign, leaving -1."""
     bits = 8 * x.dtype.itemsize if hasattr(x.dtype, "itemsize") else 8 * x.dtype.size
     inside = (y >= 0) & (y < bits)
     by = xp.where(inside, y, xp.zeros_like(y))

@@ -75,12 +75,12 @@ def mean(xp: Any, *data: Any) -> Any:
 
 @op("Reciprocal", since=6)
 def reciprocal(xp: Any, x: Any) -> Any:
-    """1 / x; a host float8 or bfloat16 has no np.reciprocal."""
+    """Return 1 / x; a host float8 or bfloat16 has no np.reciprocal."""
     return 1 / x
 
 
 def divide(xp: Any, a: Any, b: Any) -> Any:
-    """a / b in the operands' type; integers truncate toward zero, where MLX gives floats and `//` floors."""
+    """Return a / b in the operands' type; integers truncate toward zero, where MLX gives floats and `//` floors."""
     if xp.issubdtype(a.dtype, xp.floating):
         return a / b
     if xp.issubdtype(a.dtype, xp.unsignedinteger):
@@ -111,7 +111,7 @@ def mod(xp: Any, a: Any, b: Any, *, fmod: int = 0) -> Any:
 
 @op("Pow", since=7)
 def power(xp: Any, x: Any, y: Any) -> Any:
-    """x ** y in x's type, y's type being free since 12; a negative power of an integer truncates to 0, 1 or -1."""
+    """Return x ** y in x's type, y's type being free since 12; a negative power of an integer truncates to 0, 1 or -1."""
     if xp.issubdtype(x.dtype, xp.floating):
         return xp.power(x, y.astype(x.dtype))
     if xp.issubdtype(y.dtype, xp.floating):
@@ -140,7 +140,7 @@ def clip(xp: Any, x: Any, min: Any = None, max: Any = None) -> Any:
 
 @op("Relu", since=6)
 def relu(xp: Any, x: Any) -> Any:
-    """max(x, 0), for integers too since 14."""
+    """Return max(x, 0), for integers too since 14."""
     return xp.maximum(x, xp.zeros_like(x))
 
 
@@ -152,7 +152,7 @@ def prelu(xp: Any, x: Any, slope: Any) -> Any:
 
 @op("Sigmoid", since=6)
 def sigmoid(x: Any) -> Any:
-    """1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x))."""
     return computed(lambda xp, x: 1 / (1 + xp.exp(-x)), x)
 
 
@@ -164,19 +164,19 @@ def erf(x: Any) -> Any:
 
 @op("LeakyRelu", since=6)
 def leaky_relu(x: Any, *, alpha: float = 0.01) -> Any:
-    """alpha * x below zero."""
+    """Return alpha * x below zero."""
     return mx.where(x < 0, alpha * x, x)
 
 
 @op("ThresholdedRelu")
 def thresholded_relu(x: Any, *, alpha: float = 1.0) -> Any:
-    """x above alpha, else 0."""
+    """Return x above alpha, else 0."""
     return mx.where(x > alpha, x, mx.zeros_like(x))
 
 
 @op("Elu", since=6)
 def elu(x: Any, *, alpha: float = 1.0) -> Any:
-    """alpha * (exp(x) - 1) below zero."""
+    """Return alpha * (exp(x) - 1) below zero."""
     return computed(lambda xp, x: xp.where(x < 0, alpha * xp.expm1(x), x), x)
 
 
@@ -188,43 +188,43 @@ def selu(x: Any, *, alpha: float = 1.67326319217681884765625, gamma: float = 1.0
 
 @op("Celu")
 def celu(x: Any, *, alpha: float = 1.0) -> Any:
-    """max(0, x) + min(0, alpha * (exp(x / alpha) - 1))."""
+    """Return max(0, x) + min(0, alpha * (exp(x / alpha) - 1))."""
     return computed(lambda xp, x: xp.maximum(x, 0) + xp.minimum(alpha * xp.expm1(x / alpha), 0), x)
 
 
 @op("HardSigmoid", since=6)
 def hard_sigmoid(x: Any, *, alpha: float = 0.2, beta: float = 0.5) -> Any:
-    """alpha * x + beta between 0 and 1."""
+    """Return alpha * x + beta between 0 and 1."""
     return mx.clip(alpha * x + beta, 0, 1)
 
 
 @op("HardSwish")
 def hard_swish(x: Any) -> Any:
-    """x times HardSigmoid with alpha 1/6."""
+    """Return x times HardSigmoid with alpha 1/6."""
     return x * mx.clip(x / 6 + 0.5, 0, 1)
 
 
 @op("Softplus")
 def softplus(x: Any) -> Any:
-    """log(1 + exp(x)), without overflow."""
+    """Return log(1 + exp(x)), without overflow."""
     return computed(lambda xp, x: xp.logaddexp(x, xp.zeros_like(x)), x)
 
 
 @op("Softsign")
 def softsign(x: Any) -> Any:
-    """x / (1 + |x|)."""
+    """Return x / (1 + |x|)."""
     return x / (1 + mx.abs(x))
 
 
 @op("Mish")
 def mish(x: Any) -> Any:
-    """x * tanh(softplus(x))."""
+    """Return x * tanh(softplus(x))."""
     return computed(lambda xp, x: x * xp.tanh(xp.logaddexp(x, xp.zeros_like(x))), x)
 
 
 @op("Swish")
 def swish(x: Any, *, alpha: float = 1.0) -> Any:
-    """x * sigmoid(alpha * x)."""
+    """Return x * sigmoid(alpha * x)."""
     return computed(lambda xp, x: x / (1 + xp.exp(-alpha * x)), x)
 
 
@@ -236,7 +236,7 @@ def swiglu(a: Any, b: Any, *, alpha: float = 1.0) -> Any:
 
 @op("Gelu")
 def gelu(x: Any, *, approximate: str = "none") -> Any:
-    """x times the normal distribution function, exact or by tanh."""
+    """Return x times the normal distribution function, exact or by tanh."""
     if approximate == "none":
         return 0.5 * x * (1 + mx.erf(x / sqrt(2)))
     return computed(lambda xp, x: 0.5 * x * (1 + xp.tanh(sqrt(2 / pi) * (x + 0.044715 * x * x * x))), x)
@@ -319,13 +319,13 @@ def _top(x: Any, k: int, axis: int, largest: int) -> tuple[Any, Any]:
 
 @op("TopK", until=9)
 def top_k_attribute(x: Any, *, k: int, axis: int = -1) -> Any:
-    """k as an attribute."""
+    """Takes k as an attribute."""
     return _top(x, k, axis, 1)
 
 
 @op("TopK", since=10, until=10, host=(1,))
 def top_k_largest(x: Any, k: Any, *, axis: int = -1) -> Any:
-    """k as an input."""
+    """Takes k as an input."""
     return _top(x, int(k.reshape(-1)[0]), axis, 1)
 
 

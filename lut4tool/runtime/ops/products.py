@@ -31,7 +31,7 @@ op("MatMul")(product)
 def gemm(
     a: Any, b: Any, c: Any = None, *, alpha: float = 1.0, beta: float = 1.0, transA: int = 0, transB: int = 0
 ) -> Any:
-    """alpha * A' @ B' + beta * C in one type, integers included; C broadcasts to the product."""
+    """Return alpha * A' @ B' + beta * C in one type, integers included; C broadcasts to the product."""
     dtype = a.dtype
     y = product(a.T if transA else a, b.T if transB else b)
     if alpha != 1:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lut4tool.runtime.backend import mx
-from lut4tool.runtime.dtypes import to_mx, to_numpy
+from lut4tool.runtime.dtypes import to_mx
 from lut4tool.runtime.registry import op
 
 
@@ -318,7 +318,7 @@ def reverse_sequence(xp: Any, x: Any, sequence_lens: Any, *, batch_axis: int = 1
 
 @op("OneHot", host=(1,))
 def one_hot(indices: Any, depth: Any, values: Any, *, axis: int = -1) -> Any:
-    """values is [off, on]; negative indices count from depth, those out of range are all off."""
+    """With values [off, on]; negative indices count from depth, those out of range are all off."""
     count = int(depth.reshape(-1)[0])
     place = axis + indices.ndim + 1 if axis < 0 else axis
     found = mx.expand_dims(indices.astype(mx.int64), place)
