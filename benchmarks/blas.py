@@ -1,6 +1,6 @@
 """Dense float32 products on this CPU: MLX as shipped, MLX over the BLAS that lut4tool loads, NumPy and onnxruntime.
 
-Each runs in a process of its own, so that no library's threads or symbols reach another. Prints medians in milliseconds.
+Each runs in a process of its own, so that no library's threads or symbols reach another. Prints median milliseconds.
 """
 
 from __future__ import annotations

@@ -100,7 +100,8 @@ from lut4tool.runtime.backend import mx, blas
 assert "OpenBLAS" in blas().name
 rng = np.random.default_rng(0)
 for dtype, tolerance in ((np.float32, 1e-5), (np.float64, 1e-13), (np.complex64, 1e-5)):
-    draw = lambda *shape: (rng.standard_normal(shape) + (1j * rng.standard_normal(shape) if dtype == np.complex64 else 0)).astype(dtype)
+    imaginary = 1j if dtype == np.complex64 else 0
+    draw = lambda *shape: (rng.standard_normal(shape) + imaginary * rng.standard_normal(shape)).astype(dtype)
     for a_t in (False, True):
         for b_t in (False, True):
             a, b = draw(*((70, 33) if a_t else (33, 70))), draw(*((51, 70) if b_t else (70, 51)))

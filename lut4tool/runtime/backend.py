@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -107,7 +108,7 @@ def blas() -> Blas:
 
 
 def _is_slow() -> bool:
-    """Whether MLX multiplies 256 x 256 x 256 on the CPU as slowly as the reference BLAS: over 3 ms, and 5 times NumPy's.
+    """Whether MLX's 256 x 256 x 256 product is as slow as the reference BLAS: over 3 ms and 5 times NumPy's.
 
     A busy machine makes single times long, so one quick time is enough to say no, and NumPy must do better there too.
     """
@@ -130,10 +131,10 @@ def _milliseconds(work: Callable[[], Any]) -> float:
 
 
 def describe(device: mx.Device) -> dict[str, Any]:
-    """What a profile says of the backend: MLX's version, the device, the BLAS of CPU products, the switches in force."""
+    """What a profile says: MLX's version, the device, the BLAS of CPU products, the switches in force."""
     import lut4tool.native
 
-    facts: dict[str, Any] = {"mlx": mx.__version__, "device": kind(device), "native": lut4tool.native.describe()}
+    facts: dict[str, Any] = {"mlx": version("mlx"), "device": kind(device), "native": lut4tool.native.describe()}
     if kind(device) == "cpu":
         serves = blas()
         facts["blas"] = "numpy" if serves.dense_products_through_numpy else serves.name

@@ -1,7 +1,7 @@
 """Loads a fast BLAS in front of MLX: its Linux CPU build brings the reference BLAS, 13 to 80 times slower.
 
 MLX binds its BLAS symbols while mlx.core is imported, to whatever global library has them then. So a library with
-cblas_sgemm is loaded first, globally. LUT4TOOL_BLAS=none leaves MLX as shipped, LUT4TOOL_BLAS=/path/to/lib.so picks one.
+cblas_sgemm is loaded first, globally. LUT4TOOL_BLAS=none leaves MLX as shipped; a path there picks that library.
 """
 
 from __future__ import annotations
