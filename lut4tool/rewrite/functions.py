@@ -20,7 +20,7 @@ from lut4tool import formats
 from lut4tool.rewrite.edit import RewriteError
 
 #: The default-domain versions that the bodies are valid at.
-FIRST_OPSET, LAST_OPSET = 13, 26
+FIRST_OPSET, LAST_OPSET = 13, 28
 
 
 @script(Opset(formats.DOMAIN, formats.VERSION), default_opset=op)
