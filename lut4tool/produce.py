@@ -1,18 +1,14 @@
-"""Float weights to 4-bit codes, block scales and a codebook, spelled as the canonical decode chain (DESIGN: the chain).
+"""Producing: chosen float weights of a model, spelled as the canonical 4-bit decode chain.
 
-The numbers are bitsandbytes': one scale a block of the flattened [rows, cols] weight, as the model holds it, and the
-nearest codebook entry of each element. The graph keeps standard operators only, so any ONNX runtime runs the result.
+The result has standard operators only, so any ONNX runtime runs it; encode.py makes the numbers.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from fractions import Fraction
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +16,19 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper, version_converter
 
-from lut4tool.errors import Lut4Error
-from lut4tool.formats import CODEBOOKS, DTYPE_NAME, ONNX_DTYPE, Lookup4Weight
-from lut4tool.storage import Tensors, nbytes
+from lut4tool.encode import ProduceError, encode, load_codebook
+from lut4tool.formats import DTYPE_NAME, ONNX_DTYPE, Lookup4Weight
+from lut4tool.rewrite.save import check_target, external_tensors, save
+from lut4tool.storage import Tensors, nbytes, read_model
 
 #: The chain needs opset 13: Unsqueeze takes its axes as an input, and MatMul and Cast know bfloat16.
 LEAST_OPSET = 13
 #: A weight of fewer blocks than this is left: its chain would be longer than what it saves.
 LEAST_BLOCKS = 2
 
-Progress = Callable[[str, int, int], object]
+Progress = Callable[[str, int, int], None]
 
-_CHUNK_ELEMENTS = 1 << 20
 _ROUNDINGS = (None, "float16", "bfloat16")
-
-
-class ProduceError(Lut4Error):
-    """A codebook, an option or a model that cannot be quantized as asked."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,7 @@ class Left:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """What was quantized, what was left, and the file sizes where files were read and written."""
+    """What was quantized, what was left, and the sizes, external data included, where files were read and written."""
 
     quantized: tuple[Quantized, ...]
     left: tuple[Left, ...]
@@ -73,6 +65,7 @@ class QuantizeReport:
     opset: int  # of the model as it was read; below 13 it was converted
     input_bytes: int = 0
     output_bytes: int = 0
+    notes: tuple[str, ...] = ()  # what a user should know of how it was saved
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain lists, numbers and strings."""
@@ -83,109 +76,8 @@ class QuantizeReport:
             "opset": self.opset,
             "input_bytes": self.input_bytes,
             "output_bytes": self.output_bytes,
+            "notes": list(self.notes),
         }
-
-
-# ---- codes and scales
-
-
-def load_codebook(codebook: str | os.PathLike[str] | np.ndarray) -> np.ndarray:
-    """Return a codebook as float32 [16]: "nf4", "fp4", a .npy, .json or .txt file of 16 numbers, or an array of them.
-
-    Raises ProduceError where it is not 16 finite numbers with one that is not zero.
-    """
-    if isinstance(codebook, str) and codebook in CODEBOOKS:
-        return CODEBOOKS[codebook]
-    values, what = (codebook, "the codebook") if isinstance(codebook, np.ndarray) else _read_codebook(Path(codebook))
-    try:
-        table = np.asarray(values).astype(np.float32)
-    except (TypeError, ValueError):
-        raise ProduceError(f"{what} is not a list of numbers") from None
-    if table.shape != (16,):
-        raise ProduceError(f"{what} has shape {list(table.shape)}; a codebook is 16 numbers")
-    if not np.isfinite(table).all() or not table.any():
-        raise ProduceError(f"{what} must be finite in float32, and not all zero")
-    return table
-
-
-def _read_codebook(path: Path) -> tuple[Any, str]:
-    """Read the numbers of a codebook file; also return what an error calls it."""
-    what = f"codebook file {path}"
-    try:
-        if path.suffix == ".npy":
-            return np.load(path, allow_pickle=False), what
-        if path.suffix == ".json":
-            return json.loads(path.read_text()), what
-        if path.suffix == ".txt":
-            return [float(word) for word in path.read_text().replace(",", " ").split()], what
-    except OSError as error:
-        raise ProduceError(f"cannot read {what}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ProduceError(f"{what} is not a list of 16 numbers: {error}") from error
-    raise ProduceError(f"codebook {str(path)!r} is neither {', '.join(CODEBOOKS)} nor a .npy, .json or .txt file")
-
-
-def _boundaries(codebook: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return float64 boundaries [n - 1] and uint8 codes [n], by value: a number takes codes[boundaries < number].
-
-    A boundary is the largest float64 that still belongs to the lower of two neighbours. Computed in fractions, so the
-    choice is exact; a tie goes to the lower code, and of equal values (0.0 and -0.0) the lower code is used.
-    """
-    order = sorted(range(16), key=lambda code: (float(codebook[code]), code))
-    codes = [order[0], *(high for low, high in pairwise(order) if codebook[low] != codebook[high])]
-    boundaries = []
-    for low, high in pairwise(codes):
-        middle = (Fraction(float(codebook[low])) + Fraction(float(codebook[high]))) / 2
-        boundary = float(middle)
-        if Fraction(boundary) > middle or (Fraction(boundary) == middle and high < low):
-            boundary = float(np.nextafter(boundary, -np.inf))
-        boundaries.append(boundary)
-    return np.array(boundaries), np.array(codes, np.uint8)
-
-
-def encode(
-    weight: np.ndarray, codebook: np.ndarray, block_size: int, weight_dtype: str = "float32"
-) -> tuple[Lookup4Weight, float, float]:
-    """Quantize a finite float weight [rows, cols]: return it packed, with its largest and its rms error.
-
-    scales = float32(absmax / max|codebook|) a block of the flattened weight (bitsandbytes' absmax, where the codebook
-    reaches 1), and each code is that of the entry nearest to weight / scale in float64; a tie takes the lower code. The
-    last block is filled up with zeros. Streams: temporaries are about 40 MB. Errors are relative to the block's absmax.
-    Raises ProduceError for NaN, Inf or a scale that float32 cannot hold.
-    """
-    rows, cols = weight.shape
-    flat = weight.reshape(-1)
-    blocks = -(-flat.size // block_size)
-    packed = np.empty(blocks * block_size // 2, np.uint8)
-    scales = np.empty(blocks, np.float32)
-    boundaries, codes = _boundaries(codebook)
-    table = codebook.astype(np.float64)
-    peak = float(np.abs(table).max())
-    largest, squares = 0.0, 0.0
-    step = max(1, _CHUNK_ELEMENTS // block_size)
-    for first in range(0, blocks, step):
-        last = min(first + step, blocks)
-        piece = flat[first * block_size : last * block_size].astype(np.float64)
-        values = np.zeros((last - first, block_size))
-        values.reshape(-1)[: piece.size] = piece
-        absmax = np.abs(values).max(axis=1)
-        if not np.isfinite(absmax).all():
-            raise ProduceError("it holds NaN or Inf, which no codebook has")
-        with np.errstate(over="ignore"):
-            scales[first:last] = absmax / peak
-        if not np.isfinite(scales[first:last]).all():
-            raise ProduceError("a scale of it is too large for float32")
-        divisors = scales[first:last].astype(np.float64)
-        divisors[divisors == 0] = 1.0
-        values /= divisors[:, None]
-        nibbles = codes[np.searchsorted(boundaries, values.reshape(-1))]
-        packed[first * block_size // 2 : last * block_size // 2] = nibbles[::2] << 4 | nibbles[1::2]
-        errors = (table[nibbles].reshape(values.shape) - values) * (scales[first:last, None] > 0) / peak
-        errors = errors.reshape(-1)[: piece.size]
-        largest = max(largest, float(np.abs(errors).max()))
-        squares += float(np.square(errors).sum())
-    result = Lookup4Weight(packed, scales, codebook, rows, cols, block_size, weight_dtype=weight_dtype)
-    return result, largest, (squares / flat.size) ** 0.5
 
 
 # ---- finding the weights
@@ -547,6 +439,40 @@ def quantize(
     if progress:
         progress("quantize", len(chosen), len(chosen))
     return QuantizeReport(tuple(done), tuple(left), block_size, opset)
+
+
+def quantize_file(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    codebook: str | os.PathLike[str] | np.ndarray = "nf4",
+    block_size: int = 64,
+    rounding: str | None = None,
+    match: str | None = None,
+    force: bool = False,
+    allow_external: Iterable[str | os.PathLike[str]] = (),
+    progress: Progress | None = None,
+) -> QuantizeReport:
+    """Quantize an ONNX file to another as `quantize` does; nothing is written where nothing was quantized.
+
+    The file is written whole or not at all. External data is read mapped; what stays external is kept by reference
+    in the same folder and copied to another. An existing target, the source too, needs `force`.
+    Raises ProduceError, RewriteError and StorageError.
+    """
+    name, out = os.fspath(source), os.fspath(target)
+    model = read_model(name)
+    check_target(name, out, force)
+    if Path(out).exists() and not force:
+        raise ProduceError(f"{out} is the model itself, whose float weights would be lost; --force replaces it")
+    tensors = Tensors(str(Path(name).parent), allow_external)
+    options = {"codebook": codebook, "block_size": block_size, "rounding": rounding, "match": match}
+    before = model.ByteSize() + sum(nbytes(tensor) for tensor in external_tensors(model))
+    report = quantize(model, tensors, **options, progress=progress)  # type: ignore[arg-type]
+    if not report.quantized:
+        return replace(report, input_bytes=before)
+    kept = sum(nbytes(tensor) for tensor in external_tensors(model))
+    written, notes = save(model, name, out, tensors, progress)
+    return replace(report, input_bytes=before, output_bytes=written + kept, notes=tuple(notes))
 
 
 def _compile(match: str | None) -> re.Pattern[str] | None:

@@ -16,8 +16,10 @@ from hypothesis.extra.numpy import arrays
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from lut4tool.encode import ProduceError, encode, load_codebook
+from lut4tool.errors import Lut4Error
 from lut4tool.formats import FP4, NF4, decode
-from lut4tool.produce import ProduceError, encode, load_codebook, quantize
+from lut4tool.produce import quantize, quantize_file
 from lut4tool.storage import Tensors
 
 FLOATS = st.floats(-4, 4, width=32)
@@ -123,7 +125,7 @@ def test_zero_blocks_padding_and_chunks(monkeypatch):
     weight = np.random.default_rng(0).standard_normal((7, 37)).astype(np.float32)
     weight.reshape(-1)[64:128] = 0
     whole, largest, rms = encode(weight, NF4, 64)
-    monkeypatch.setattr("lut4tool.produce._CHUNK_ELEMENTS", 64)
+    monkeypatch.setattr("lut4tool.encode._CHUNK_ELEMENTS", 64)
     pieces, *errors = encode(weight, NF4, 64)
     assert pieces.packed.tobytes() == whole.packed.tobytes()
     assert pieces.scales.tobytes() == whole.scales.tobytes()
@@ -461,3 +463,55 @@ def test_an_old_model_with_functions_says_why_it_cannot_be_converted():
     model.functions.append(helper.make_function("d", "F", ["a"], ["a_"], [], [helper.make_opsetid("", 12)]))
     with pytest.raises(ProduceError, match="opset 12 and has functions, which cannot be converted to 13"):
         quantize(model, Tensors(None))
+
+
+# ---- files
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model in a file, with its two weights as external data: w can be quantized, v is also an output."""
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"]), helper.make_node("Identity", ["v"], ["z"])]
+    model = model_of(nodes, {"w": weight_of(64, 64), "v": weight_of(64, 64, seed=1)}, ("y", "z"))
+    (tmp_path / "in").mkdir()
+    onnx.save(model, tmp_path / "in" / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
+    return tmp_path / "in" / "m.onnx"
+
+
+@pytest.mark.parametrize("folder", ["in", "out"])
+def test_a_file_with_external_data(saved, folder):
+    target = saved.parents[1] / folder / "q.onnx"
+    target.parent.mkdir(exist_ok=True)
+    before = saved.read_bytes(), (saved.parent / "m.data").read_bytes()
+    report = quantize_file(saved, target)
+    assert (saved.read_bytes(), (saved.parent / "m.data").read_bytes()) == before
+    y, z = reference(onnx.load(target), x=np.eye(64, dtype=np.float32))
+    assert y.tobytes() == dequantized(weight_of(64, 64), 64).tobytes()
+    assert z.tobytes() == weight_of(64, 64, seed=1).tobytes()
+    assert report.input_bytes == saved.stat().st_size + 2 * 64 * 64 * 4
+    assert report.output_bytes == target.stat().st_size + 64 * 64 * 4
+    assert json.loads(json.dumps(report.to_json()))["quantized"][0]["weight"] == "w"
+
+
+def test_what_is_there_is_not_replaced_unasked(saved):
+    other = saved.with_name("there.onnx")
+    other.write_text("mine")
+    with pytest.raises(Lut4Error, match=r"there\.onnx exists"):
+        quantize_file(saved, other)
+    with pytest.raises(ProduceError, match="float weights would be lost"):
+        quantize_file(saved, saved)
+    assert other.read_text() == "mine"
+    quantize_file(saved, other, force=True)
+    assert b"w/packed" in other.read_bytes()
+
+
+def test_nothing_is_written_where_nothing_is_quantized(saved):
+    report = quantize_file(saved, saved.with_name("q.onnx"), match="nothing")
+    assert not report.quantized
+    assert not saved.with_name("q.onnx").exists()
+
+
+def test_bad_options_leave_no_file(saved):
+    with pytest.raises(ProduceError):
+        quantize_file(saved, saved.with_name("q.onnx"), codebook="nf5")
+    assert sorted(path.name for path in saved.parent.iterdir()) == ["m.data", "m.onnx"]
