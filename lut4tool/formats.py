@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,15 +120,24 @@ class Lookup4Weight:
 
     def attributes(self, dtype: str) -> dict[str, int | list[int]]:
         """Attributes of the Lookup4MatMul node for an X of type `dtype`, all of them, in the order they are written."""
-        return {
-            "rows": self.rows,
-            "cols": self.cols,
-            "block_size": self.block_size,
-            "perm": list(self.perm),
-            "high_nibble_first": int(self.high_nibble_first),
-            "weight_dtype": ONNX_DTYPE[self.weight_dtype],
-            "dtype": ONNX_DTYPE[dtype],
-        }
+        return lookup4_attributes(
+            self.rows, self.cols, self.block_size, self.perm, self.high_nibble_first, self.weight_dtype, dtype
+        )
+
+
+def lookup4_attributes(
+    rows: int, cols: int, block_size: int, perm: Sequence[int], high_nibble_first: bool, weight_dtype: str, dtype: str
+) -> dict[str, int | list[int]]:
+    """Attributes of a Lookup4MatMul node, from the facts of its weight and the type of its X."""
+    return {
+        "rows": rows,
+        "cols": cols,
+        "block_size": block_size,
+        "perm": list(perm),
+        "high_nibble_first": int(high_nibble_first),
+        "weight_dtype": ONNX_DTYPE[weight_dtype],
+        "dtype": ONNX_DTYPE[dtype],
+    }
 
 
 def pair_table(weight: Lookup4Weight) -> np.ndarray:

@@ -30,7 +30,10 @@ class Proof:
     attributes: of that node, all of them (formats.Lookup4Weight.attributes).
     tensors: the constants of "packed", "scales" and "codebook" (for a function's formal input, those of its first
         call site); external data is not read.
-    chain: the producer's nodes from the constants to the product's weight, in topological order.
+    literals: the chain's other initializers, by name.
+    weight: name of the chain's last value, which the product reads (through Identity nodes or not).
+    chain: the producer's nodes from the constants to `weight`, in topological order; they read packed, scales and
+        codebook under the names in `inputs`. Sites that share a weight share this tuple: see `key`.
     product: the node up to whose output blocks are independent (the Mul by the scales).
     """
 
@@ -45,11 +48,17 @@ class Proof:
     inputs: tuple[str, ...]
     attributes: Mapping[str, int | list[int]]
     tensors: Mapping[str, onnx.TensorProto]
-    weight: str  # name of the chain's last value: the product's weight input
+    literals: Mapping[str, onnx.TensorProto]
+    weight: str
     chain: tuple[onnx.NodeProto, ...]
     product: onnx.NodeProto
     opset: int
     kept: bool = True  # the producer's bytes serve as they are
+
+    @property
+    def key(self) -> int:
+        """Equal for the proofs of a report that share one weight: what a witness says of one holds for all."""
+        return id(self.chain)
 
     def to_json(self) -> dict[str, Any]:
         """The facts of DESIGN section 7, for rewrite's and inspect's reports."""

@@ -1,0 +1,66 @@
+"""The recognizer: for each product whose weight is decoded from constants, a proof of what it is or a refusal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import onnx
+
+from lut4tool.recognize import chains
+from lut4tool.recognize.proof import Proof, Refusal, Report, Site, Witness
+from lut4tool.recognize.walk import OPSETS, Place, Refuse, Value, Walk, check, walked
+
+__all__ = ["Proof", "Refusal", "Report", "Site", "Witness", "recognize"]
+
+_VENDOR = ("MatMulBnb4", "MatMulNBits")
+
+
+def recognize(model: onnx.ModelProto, vendor: bool = False) -> Report:
+    """Prove or refuse, in graph order, every MatMul and Gemm whose weight is decoded from constants (DESIGN section 1).
+
+    model: loaded with load_external_data=False; only metadata and literals of at most 16 elements are read.
+    vendor: com.microsoft's 4-bit operators are looked at too.
+    A refusal is listed where the weight is computed from constants only and passes a Gather, or a Mul or
+    DequantizeLinear fed by integers; other products are silent.
+    """
+    if not walked(model):
+        return Report((), ())
+    walk = Walk(model)
+    known: dict[Value, Proof | Refuse] = {}
+    proofs, refusals = [], []
+    for site in walk.products:
+        try:
+            proof = _prove(walk, site, known)
+        except Refuse as refuse:
+            refusals.append(Refusal(site.title, refuse.reason, refuse.at))
+            continue
+        if proof is not None:
+            proofs.append(proof)
+    return Report(tuple(proofs), tuple(refusals))
+
+
+def _prove(walk: Walk, site: Place, known: dict[Value, Proof | Refuse]) -> Proof | None:
+    """The proof of one product, or None where its weight is not decoded. Raises Refuse."""
+    node = site.node
+    operands = [walk.lookup(site.scope, name) for name in node.input[:2]]
+    left, right = (operand is not None and walk.decoded(operand) for operand in (*operands, None, None)[:2])
+    if not (left or right):
+        return None
+    site.require(node.op_type == "MatMul", f"{node.op_type}, not MatMul")
+    site.require(right, "the weight is on the left of MatMul, not on its right")
+    site.require(walk.is_standard(node, "MatMul"), "MatMul is a function of this model, not ONNX's")
+    site.require(site.scope.opset in OPSETS, f"opset {site.scope.opset}, not {OPSETS[0]} to {OPSETS[-1]}")
+    check(site, {})
+    walk.find(site.scope, node.input[0], site)
+    weight = walk.source(walk.find(site.scope, node.input[1], site), site)
+    if weight not in known:
+        try:
+            known[weight] = chains.canonical(walk, site, weight)
+        except Refuse as refuse:
+            known[weight] = refuse
+    found = known[weight]
+    if isinstance(found, Refuse):
+        raise found
+    for name in found.inputs[1:]:
+        walk.find(site.scope, name, site)
+    return replace(found, site=site.site, inputs=(node.input[0], *found.inputs[1:]))

@@ -1,0 +1,558 @@
+"""Questions about a model's graphs: where a value comes from, whether it is constant, what a literal or attribute says.
+
+A question with no provable answer raises Refuse. Nothing here knows a chain; nothing recurses on a graph's depth.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+
+import onnx
+from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, SparseTensorProto, TensorProto
+
+from lut4tool.recognize.proof import Site, Step
+
+#: A literal has at most so many elements: the codebook is the largest.
+LITERAL_ELEMENTS = 16
+#: Versions of the standard operators that the chains were proved for.
+OPSETS = range(13, 27)
+
+_STANDARD = ("", "ai.onnx")
+_INTEGERS = frozenset(n for name, n in TensorProto.DataType.items() if name.removeprefix("U").startswith("INT"))
+_RANDOM = frozenset(
+    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
+)
+# Operators whose inputs after the first say where or how, and are not themselves part of the values.
+_PLACING = frozenset(
+    {
+        "Cast",
+        "Reshape",
+        "Unsqueeze",
+        "Squeeze",
+        "Slice",
+        "Expand",
+        "Tile",
+        "Pad",
+        "Gather",
+        "GatherElements",
+        "GatherND",
+    }
+    | {"Transpose", "Flatten", "Split", "Resize", "DequantizeLinear", "Identity", "CastLike", "TopK", "Compress"}
+)
+
+
+class Refuse(Exception):  # noqa: N818 - a verdict on a chain, not an error
+    """The walk stopped: one sentence, and the node (or tensor) where."""
+
+    def __init__(self, reason: str, at: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.at = at
+
+
+class Argument:
+    """A formal input: of a graph, a subgraph or a function."""
+
+
+ARGUMENT = Argument()
+Definition = NodeProto | TensorProto | SparseTensorProto | Argument
+
+
+@dataclass(eq=False)
+class Scope:
+    """The names of one graph, subgraph or function body, and where it stands."""
+
+    body: GraphProto | FunctionProto
+    parent: Scope | None
+    function: int | None
+    path: tuple[Step, ...]
+    prefix: str
+    opset: int
+    nodes: list[NodeProto] = field(default_factory=list)
+    names: dict[str, Definition] = field(default_factory=dict)
+    twice: set[str] = field(default_factory=set)
+    overridable: set[str] = field(default_factory=set)
+
+    def title(self, node: NodeProto) -> str:
+        """The node's name as reported, with its path in front."""
+        return self.prefix + (node.name or f"{node.op_type}:{next(iter(node.output), '')}")
+
+
+class Value(NamedTuple):
+    """A name and the scope that defines it."""
+
+    scope: Scope
+    name: str
+
+    @property
+    def definition(self) -> Definition:
+        """The node that makes it, its tensor, or ARGUMENT."""
+        return self.scope.names[self.name]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Place:
+    """A node in its scope."""
+
+    scope: Scope
+    node: NodeProto
+    index: int = -1  # where it is a product
+
+    @property
+    def title(self) -> str:
+        """The node's name as reported."""
+        return self.scope.title(self.node)
+
+    @property
+    def site(self) -> Site:
+        """Where a product stands."""
+        return Site(self.title, self.scope.function, self.scope.path, self.index)
+
+    def refuse(self, sentence: str) -> NoReturn:
+        """Stop the walk at this node."""
+        raise Refuse(f"{sentence}, at node '{self.title}'", self.title)
+
+    def require(self, fact: bool, sentence: str) -> None:
+        """Stop the walk at this node unless the fact holds."""
+        if not fact:
+            self.refuse(sentence)
+
+
+class Constant(NamedTuple):
+    """A constant value: its name where the chain reads it, and its tensor (one a call site for a formal input)."""
+
+    name: str
+    tensors: tuple[TensorProto, ...]
+
+    @property
+    def types(self) -> set[int]:
+        """The types that it can have."""
+        return {tensor.data_type for tensor in self.tensors}
+
+    @property
+    def shapes(self) -> set[tuple[int, ...]]:
+        """The shapes that it can have."""
+        return {tuple(tensor.dims) for tensor in self.tensors}
+
+    def __str__(self) -> str:
+        kinds = {f"{type_name(tensor.data_type)} {list(tensor.dims)}" for tensor in self.tensors}
+        return f"'{self.name}', {' or '.join(sorted(kinds))},"
+
+
+class Literal(NamedTuple):
+    """An INT64 literal."""
+
+    values: tuple[int, ...]
+    dims: tuple[int, ...]
+
+    def is_list(self, value: int) -> bool:
+        """Whether it is [value], of rank 1."""
+        return self.values == (value,) and self.dims == (1,)
+
+    def is_one(self, *values: int) -> bool:
+        """Whether it is one of the values, of shape [] or [1]."""
+        return len(self.values) == 1 and self.values[0] in values and self.dims in ((), (1,))
+
+    def __str__(self) -> str:
+        one = self.dims in ((), (1,))
+        return (
+            str(self.values[0])
+            if one
+            else f"{list(self.values)} of shape {list(self.dims)}"
+            if len(self.dims) != 1
+            else str(list(self.values))
+        )
+
+
+class Origin(NamedTuple):
+    """What a value is computed from."""
+
+    constant: bool  # from constants only
+    decodes: bool = False  # passes a Gather, or a Mul or DequantizeLinear fed by integers
+    integers: bool = False  # integers are among its data
+
+
+class Walk:
+    """The scopes of one model, and memoized answers about their values."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.model = model
+        self.products: list[Place] = []  # every MatMul and Gemm, and others of `also`, in graph order
+        self.functions = {(_domain(f.domain), f.name, f.overload): i for i, f in enumerate(model.functions)}
+        self.calls: dict[int, list[Place]] = {index: [] for index in range(len(model.functions))}
+        self._origins: dict[Value, Origin] = {}
+        self._sources: dict[Value, Value] = {}
+        self._bound: dict[Value, tuple[TensorProto, ...]] = {}
+        self._enter(model.graph, None, "", model.opset_import)
+        self.function_scopes = [
+            self._enter(f, index, f"function {f.domain}::{f.name}{':' * bool(f.overload)}{f.overload}/", f.opset_import)
+            for index, f in enumerate(model.functions)
+        ]
+
+    # Scopes
+
+    def _enter(self, body: GraphProto | FunctionProto, function: int | None, prefix: str, imports: Any) -> Scope:
+        """Read a body and its subgraphs, in graph order."""
+        versions = {entry.version for entry in imports if entry.domain in _STANDARD}
+        root = self._scope(body, None, function, (), prefix, versions.pop() if len(versions) == 1 else 0)
+        waiting: list[tuple[Scope, Iterator[tuple[int, NodeProto]]]] = [(root, iter(enumerate(root.nodes)))]
+        while waiting:
+            scope, nodes = waiting[-1]
+            for index, node in nodes:
+                place = Place(scope, node, index)
+                if node.op_type in ("MatMul", "Gemm") and node.domain in _STANDARD:
+                    self.products.append(place)
+                callee = self.functions.get((_domain(node.domain), node.op_type, node.overload))
+                if callee is not None:
+                    self.calls[callee].append(place)
+                inner = [attribute for attribute in node.attribute if attribute.type == AttributeProto.GRAPH]
+                for attribute in reversed(inner):
+                    path = (*scope.path, (index, attribute.name))
+                    below = f"{scope.title(node)}/{attribute.name}/"
+                    child = self._scope(attribute.g, scope, function, path, below, scope.opset)
+                    waiting.append((child, iter(enumerate(child.nodes))))
+                if inner:
+                    break
+            else:
+                waiting.pop()
+        return root
+
+    def _scope(
+        self, body: Any, parent: Scope | None, function: int | None, path: Any, prefix: str, opset: int
+    ) -> Scope:
+        """Collect the names that one body defines."""
+        scope = Scope(body, parent, function, path, prefix, opset, list(body.node))
+        names = scope.names
+        if isinstance(body, FunctionProto):
+            names.update(dict.fromkeys(body.input, ARGUMENT))
+        else:
+            names.update({value.name: ARGUMENT for value in body.input})
+            listed = set(names)
+            if self.model.ir_version >= 4:
+                scope.overridable = listed & {tensor.name for tensor in body.initializer}
+            for name, tensor in self._tensors(body):
+                if name in names and name not in listed:
+                    scope.twice.add(name)
+                listed.discard(name)
+                names[name] = tensor
+        for node in scope.nodes:
+            for name in node.output:
+                if name in names:
+                    scope.twice.add(name)
+                names[name] = node
+        return scope
+
+    @staticmethod
+    def _tensors(graph: GraphProto) -> Iterator[tuple[str, TensorProto | SparseTensorProto]]:
+        yield from ((tensor.name, tensor) for tensor in graph.initializer)
+        yield from ((sparse.values.name, sparse) for sparse in graph.sparse_initializer)
+
+    def lookup(self, scope: Scope | None, name: str) -> Value | None:
+        """The value that `name` means in `scope`, its own or captured; None where there is none."""
+        while scope is not None and name not in scope.names:
+            scope = scope.parent
+        return None if scope is None or not name else Value(scope, name)
+
+    def find(self, scope: Scope, name: str, at: Place) -> Value:
+        """The value that `name` means in `scope`; refuses a name with no meaning or with more than one."""
+        found = self.lookup(scope, name)
+        if found is None:
+            at.refuse(f"value '{name}' is not defined")
+        if name in found.scope.twice or self.lookup(found.scope.parent, name) is not None:
+            at.refuse(f"value '{name}' is defined more than once, and each name must have one meaning")
+        return found
+
+    # Values
+
+    def source(self, value: Value, at: Place) -> Value:
+        """The value behind any Identity nodes."""
+        passed: list[Value] = []
+        met: set[Value] = set()
+        while value not in self._sources:
+            node = value.definition
+            if not isinstance(node, NodeProto) or not self.is_standard(node, "Identity") or len(node.input) != 1:
+                break
+            if value in met:
+                at.refuse(f"the Identity of value '{value.name}' reads its own output, a cycle")
+            met.add(value)
+            passed.append(value)
+            value = self.find(value.scope, node.input[0], at)
+        end = self._sources.get(value, value)
+        self._sources.update(dict.fromkeys(passed, end))
+        return end
+
+    def is_standard(self, node: NodeProto, op: str) -> bool:
+        """Whether the node is the ONNX operator `op`, not a model's own function of that name."""
+        return node.op_type == op and node.domain in _STANDARD and ("", op, node.overload) not in self.functions
+
+    def origin(self, value: Value) -> Origin:
+        """What the value is computed from, through the nodes before it."""
+        waiting, opened = [value], set()
+        while waiting:
+            value = waiting[-1]
+            if value in self._origins:
+                waiting.pop()
+                continue
+            before = self._before(value)
+            missing = [earlier for earlier in before if earlier not in self._origins]
+            if missing and value not in opened:
+                opened.add(value)
+                waiting += missing
+            else:  # all known, or a cycle, whose open end counts as constant: the walk will refuse it in words
+                self._origins[value] = self._combine(value, [self._origins.get(v, Origin(True)) for v in before])
+        return self._origins[value]
+
+    def decoded(self, value: Value) -> bool:
+        """Whether the value is computed from constants only, through a lookup or a scaling of integers."""
+        origin = self.origin(value)
+        return origin.constant and origin.decodes
+
+    def _before(self, value: Value) -> list[Value]:
+        """The values that a value's node reads."""
+        node = value.definition
+        if not isinstance(node, NodeProto):
+            return []
+        found = (self.lookup(value.scope, name) for name in node.input if name)
+        return [earlier for earlier in found if earlier is not None]
+
+    def _combine(self, value: Value, before: list[Origin]) -> Origin:
+        node = value.definition
+        if isinstance(node, Argument):
+            # What a function's callers give may be constant; `constant` looks, and says so where it is not.
+            return Origin(value.scope.function is not None and value.scope.parent is None)
+        if isinstance(node, TensorProto):
+            return Origin(True, False, node.data_type in _INTEGERS)
+        if isinstance(node, SparseTensorProto):
+            return Origin(True)
+        if node.op_type == "Constant":
+            return Origin(True, False, any(a.HasField("t") and a.t.data_type in _INTEGERS for a in node.attribute))
+        if not before or node.op_type in _RANDOM or any(a.type == AttributeProto.GRAPH for a in node.attribute):
+            return Origin(False)
+        if node.op_type in ("Shape", "Size"):
+            return Origin(before[0].constant)
+        data = before[:1] if node.op_type in _PLACING else before
+        integers = any(origin.integers for origin in data)
+        decodes = node.op_type == "Gather" or (node.op_type in ("Mul", "DequantizeLinear") and integers)
+        callee = self.functions.get((_domain(node.domain), node.op_type, node.overload))
+        if callee is not None:
+            decodes = any(
+                inner.op_type in ("Gather", "DequantizeLinear") for inner in self.model.functions[callee].node
+            )
+        return Origin(
+            all(origin.constant for origin in before), decodes or any(origin.decodes for origin in data), integers
+        )
+
+    # Constants
+
+    def constant(self, value: Value, at: Place) -> Constant:
+        """The tensor of an initializer, of a Constant node, or of what every call site binds to a formal input."""
+        value = self.source(value, at)
+        return Constant(value.name, self._bindings(value, at))
+
+    def _bindings(self, value: Value, at: Place) -> tuple[TensorProto, ...]:
+        """Tensors that a value can be: one, or for a function's formal input one a call site."""
+        if value in self._bound:
+            return self._bound[value]
+        tensors: dict[int, TensorProto] = {}
+        waiting, seen = [(value, at)], {value}
+        while waiting:
+            current, reader = waiting.pop()
+            scope = current.scope
+            if not isinstance(current.definition, Argument) or scope.function is None or scope.parent is not None:
+                tensor = self._tensor(current, reader)
+                tensors[id(tensor)] = tensor
+                continue
+            assert isinstance(scope.body, FunctionProto)
+            title = f"{scope.body.domain}::{scope.body.name}"
+            position = list(scope.body.input).index(current.name)
+            if not self.calls[scope.function]:
+                reader.refuse(f"'{current.name}' is an input of function {title}, which no node calls")
+            for call in reversed(self.calls[scope.function]):
+                if position >= len(call.node.input) or not call.node.input[position]:
+                    call.refuse(f"the call of function {title} gives no '{current.name}'; an initializer is expected")
+                bound = self.source(self.find(call.scope, call.node.input[position], call), call)
+                if bound not in seen:
+                    seen.add(bound)
+                    waiting.append((bound, call))
+        return self._bound.setdefault(value, tuple(tensors.values()))
+
+    def _tensor(self, value: Value, at: Place) -> TensorProto:
+        """The tensor of an initializer or a Constant node."""
+        found = value.definition
+        if isinstance(found, TensorProto):
+            if value.name in value.scope.overridable:
+                at.refuse(f"initializer '{value.name}' is also a graph input, which callers can override")
+            return found
+        if isinstance(found, SparseTensorProto):
+            at.refuse(f"initializer '{value.name}' is sparse; a dense one is expected")
+        if isinstance(found, Argument):
+            at.refuse(f"'{value.name}' is an input of its graph; an initializer or a Constant is expected")
+        if not self.is_standard(found, "Constant"):
+            at.refuse(f"'{value.name}' is computed by {found.op_type}; an initializer or a Constant is expected")
+        return _constant_tensor(Place(value.scope, found))
+
+
+class Trail:
+    """One walk from a product's weight to its constants, which remembers the nodes it passes."""
+
+    def __init__(self, walk: Walk) -> None:
+        self.walk = walk
+        self.passed: list[Place] = []
+        self.literals: dict[str, TensorProto] = {}
+
+    def input(self, place: Place, index: int) -> Value:
+        """The value behind a node's input, its Identity nodes passed."""
+        value = self.walk.find(place.scope, place.node.input[index], place)
+        end = self.walk.source(value, place)
+        while value != end:
+            assert isinstance(value.definition, NodeProto)
+            self.passed.append(Place(value.scope, value.definition))
+            value = self.walk.find(value.scope, value.definition.input[0], place)
+        return end
+
+    def op_type(self, value: Value) -> str:
+        """What makes a value: an operator's name, "initializer" or "input"."""
+        found = value.definition
+        if isinstance(found, NodeProto):
+            return found.op_type
+        return "input" if isinstance(found, Argument) else "initializer"
+
+    def node(self, value: Value, op: str, at: Place, **free: Any) -> Place:
+        """The node that makes a value, checked: the ONNX operator `op`, its inputs there, its attributes at default.
+
+        free: attributes whose value the chain reads itself, mapped to what an absent one means.
+        """
+        found = value.definition
+        if not isinstance(found, NodeProto):
+            at.refuse(f"{self.op_type(value)} '{value.name}', not the output of {op}")
+        place = Place(value.scope, found)
+        if not self.walk.is_standard(found, op):
+            place.refuse(f"{_described(found)}, not {op}")
+        check(place, free)
+        self.passed.append(place)
+        return place
+
+    def literal(self, place: Place, index: int, absent: tuple[int, ...] | None = None) -> Literal:
+        """An INT64 literal; `absent` is what a missing optional input means, a list."""
+        if absent is not None and (len(place.node.input) <= index or not place.node.input[index]):
+            return Literal(absent, (len(absent),))
+        value = self.input(place, index)
+        if isinstance(value.definition, Argument):
+            place.refuse(f"literal '{value.name}' is an input; an initializer or a Constant is expected")
+        tensor = self.walk.constant(value, place).tensors[0]
+        if tensor.data_type != TensorProto.INT64:
+            place.refuse(f"literal '{value.name}' is {type_name(tensor.data_type)}, not INT64")
+        if math.prod(tensor.dims) > LITERAL_ELEMENTS:
+            place.refuse(f"literal '{value.name}' has {math.prod(tensor.dims)} elements, more than {LITERAL_ELEMENTS}")
+        if tensor.data_location == TensorProto.EXTERNAL:
+            place.refuse(f"literal '{value.name}' is external data; it must be in the model")
+        try:
+            values = onnx.numpy_helper.to_array(tensor).reshape(-1).tolist()
+        except ValueError as error:
+            place.refuse(f"literal '{value.name}' cannot be read ({error})")
+        if isinstance(value.definition, NodeProto):
+            self.passed.append(Place(value.scope, value.definition))
+        else:
+            self.literals[value.name] = tensor
+        return Literal(tuple(values), tuple(tensor.dims))
+
+    def nodes(self) -> tuple[NodeProto, ...]:
+        """The nodes passed, each once, in topological order: a node's last visit comes before its inputs' last."""
+        last = {id(place.node): place.node for place in reversed(self.passed)}
+        return tuple(last.values())
+
+
+def check(place: Place, free: Mapping[str, Any]) -> None:
+    """Refuse a node with inputs, outputs or attributes that onnx's schema, of the scope's version, does not have.
+
+    An attribute at its default counts as absent; one at another value is refused unless it is `free`.
+    """
+    node = place.node
+    schema = _schema(node.op_type, place.scope.opset)
+    if not schema.min_input <= len(node.input) <= schema.max_input:
+        place.refuse(f"{node.op_type} with {len(node.input)} inputs, not {schema.min_input} to {schema.max_input}")
+    if len(node.output) != 1:
+        place.refuse(f"{node.op_type} with {len(node.output)} outputs, not one")
+    for attribute in node.attribute:
+        name = attribute.name
+        known = schema.attributes.get(name)
+        if known is None:
+            place.refuse(f"{node.op_type} with unknown attribute '{name}'")
+        if attribute.ref_attr_name:
+            place.refuse(f"{node.op_type} with {name} taken from the function's attribute '{attribute.ref_attr_name}'")
+        if attribute.type != known.type.value:
+            place.refuse(f"{node.op_type} with {name} of another type than {known.type.name}")
+        if name in free:
+            continue
+        value, default = onnx.helper.get_attribute_value(attribute), _default(node.op_type, place.scope.opset, name)
+        if value != default:
+            place.refuse(f"{node.op_type} with {name} {_text(value)}, not {_text(default)}")
+
+
+def attribute(place: Place, name: str, absent: Any = None) -> Any:
+    """Value of a checked node's attribute; one that is written twice must say the same twice."""
+    values = [onnx.helper.get_attribute_value(a) for a in place.node.attribute if a.name == name]
+    if any(value != values[0] for value in values):
+        place.refuse(f"{place.node.op_type} with attribute '{name}' written twice")
+    return values[0] if values else absent
+
+
+def walked(model: onnx.ModelProto) -> bool:
+    """Whether the model has an operator that takes a nibble or an integer weight apart; others are not walked."""
+    waiting: list[Any] = [model.graph.node, *(function.node for function in model.functions)]
+    while waiting:
+        for node in waiting.pop():
+            if node.op_type in ("Mod", "BitwiseAnd", "DequantizeLinear"):
+                return True
+            waiting += [a.g.node for a in node.attribute if a.type == AttributeProto.GRAPH]
+    return False
+
+
+def type_name(number: int) -> str:
+    """FLOAT, UINT8, ...: a type as ONNX names it."""
+    return TensorProto.DataType.Name(number) if number in TensorProto.DataType.values() else f"type {number}"
+
+
+def _constant_tensor(place: Place) -> TensorProto:
+    """The tensor that a Constant node holds, in any of the attributes that hold numbers."""
+    if len(place.node.attribute) != 1:
+        place.refuse(f"Constant with {len(place.node.attribute)} attributes, not one")
+    held = place.node.attribute[0]
+    if held.ref_attr_name:
+        place.refuse(f"Constant taken from the function's attribute '{held.ref_attr_name}'")
+    kinds = {"value_int": ("i", 7), "value_ints": ("ints", 7), "value_float": ("f", 1), "value_floats": ("floats", 1)}
+    if held.name == "value" and held.type == AttributeProto.TENSOR:
+        return held.t
+    if held.name not in kinds:
+        place.refuse(f"Constant with {held.name}; value, value_int(s) or value_float(s) is expected")
+    member, kind = kinds[held.name]
+    values = getattr(held, member)
+    many = held.name.endswith("s")
+    return onnx.helper.make_tensor("", kind, [len(values)] if many else [], values if many else [values])
+
+
+@functools.cache
+def _schema(op: str, opset: int) -> Any:
+    return onnx.defs.get_schema(op, opset, "")
+
+
+@functools.cache
+def _default(op: str, opset: int, name: str) -> Any:
+    default = _schema(op, opset).attributes[name].default_value
+    return onnx.helper.get_attribute_value(default) if default.type else None
+
+
+def _described(node: NodeProto) -> str:
+    return node.op_type if node.domain in _STANDARD else f"{node.domain}::{node.op_type}"
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _domain(domain: str) -> str:
+    return "" if domain in _STANDARD else domain
