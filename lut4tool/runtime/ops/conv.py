@@ -63,7 +63,12 @@ def convolve_device(x: mx.array, w: mx.array, grid: Window, group: int) -> mx.ar
         pairs = zip(mx.split(x, group, axis=1), mx.split(w, group, axis=0), strict=True)
         return mx.concatenate([convolve_device(part, kernel, grid, 1) for part, kernel in pairs], axis=1)
     y = mx.conv_general(
-        mx.moveaxis(x, 1, -1), mx.moveaxis(w, 1, -1), grid.strides, (grid.before, grid.asked), grid.dilations, groups=group
+        mx.moveaxis(x, 1, -1),
+        mx.moveaxis(w, 1, -1),
+        grid.strides,
+        (grid.before, grid.asked),
+        grid.dilations,
+        groups=group,
     )
     return mx.moveaxis(y, -1, 1)
 
@@ -80,7 +85,9 @@ def conv_transpose(
     """
     xp, data, weight, bias = working(x, w, b)
     rank, batch = x.ndim - 2, x.shape[0]
-    grid = _transposed_window(x.shape[2:], w.shape[2:], strides, dilations, pads, auto_pad, output_padding, output_shape)
+    grid = _transposed_window(
+        x.shape[2:], w.shape[2:], strides, dilations, pads, auto_pad, output_padding, output_shape
+    )
     kernels = xp.swapaxes(weight.reshape(group, w.shape[0] // group, -1), 1, 2)  # [G, M / G * kernel, C / G]
     columns = xp.matmul(kernels, data.reshape(batch, group, w.shape[0] // group, -1))
     y = fold(xp, columns.reshape(batch, group * w.shape[1], *w.shape[2:], *x.shape[2:]), grid)

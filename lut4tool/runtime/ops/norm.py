@@ -119,7 +119,11 @@ def lrn(x: Any, *, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0, s
 def lp_normalization(x: Any, *, axis: int = -1, p: int = 2) -> Any:
     """Divide by the 1- or 2-norm along an axis; where that is 0 the result is 0."""
     xp, data = working(x)
-    norm = xp.sum(abs(data), axis=axis, keepdims=True) if p == 1 else xp.sqrt(xp.sum(data * data, axis=axis, keepdims=True))
+    norm = (
+        xp.sum(abs(data), axis=axis, keepdims=True)
+        if p == 1
+        else xp.sqrt(xp.sum(data * data, axis=axis, keepdims=True))
+    )
     return finish(xp.where(norm == 0, 0 * norm, data / xp.where(norm == 0, 1 + norm, norm)), x)
 
 

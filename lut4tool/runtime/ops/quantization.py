@@ -55,7 +55,9 @@ def quantize_linear(
     kind = numpy_dtype(precision) if precision else numpy_type(y_scale)
     xp, data, scale, zero = working(x, y_scale, y_zero_point)
     offset = 0 if zero is None else spread(xp, zero, x.shape, axis, block_size).astype(xp.float32)
-    quotient = in_type(xp, in_type(xp, data, kind) / in_type(xp, spread(xp, scale, x.shape, axis, block_size), kind), kind)
+    quotient = in_type(
+        xp, in_type(xp, data, kind) / in_type(xp, spread(xp, scale, x.shape, axis, block_size), kind), kind
+    )
     if dtype in _INTEGERS:
         return to_integers(xp, xp.round(quotient) + offset, dtype)
     return to_small_float(to_numpy(quotient + offset), dtype, bool(saturate))

@@ -59,19 +59,22 @@ def _triangle(distance: np.ndarray) -> np.ndarray:
     return np.maximum(1 - abs(distance), 0)
 
 
-def _cubic(distance: np.ndarray, a: float) -> np.ndarray:
+def cubic(xp: Any, distance: Any, a: float) -> Any:
+    """Weight of a pixel at a signed distance: Keys' cubic convolution with coefficient a."""
     x = abs(distance)
     near, far = ((a + 2) * x - (a + 3)) * x * x + 1, ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
-    return np.where(x <= 1, near, np.where(x < 2, far, 0))
+    return xp.where(x <= 1, near, xp.where(x < 2, far, 0 * x))
 
 
-def _taps(x: np.ndarray, axis: Axis, mode: str, a: float, antialias: bool, exclude: bool) -> tuple[np.ndarray, np.ndarray]:
+def _taps(
+    x: np.ndarray, axis: Axis, mode: str, a: float, antialias: bool, exclude: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """Indices and weights [out, taps] of linear or cubic interpolation at coordinates x; the kernel widens to antialias."""
     radius, shrink = 1 if mode == "linear" else 2, min(axis.scale, 1.0) if antialias else 1.0
     first = floor(-radius / shrink) + 1
     index = np.floor(x)[:, None] + np.arange(first, 2 - first)
     distance = (index - x[:, None]) * shrink
-    weights = _triangle(distance) if mode == "linear" else _cubic(distance, a)
+    weights = _triangle(distance) if mode == "linear" else cubic(np, distance, a)
     if exclude:
         weights = np.where((index < 0) | (index >= axis.length), 0, weights)
     if exclude or antialias:

@@ -39,14 +39,18 @@ def _activations(
         if beta is not None and beta_left:
             beta = beta_left.pop(0)
 
-        def activate(x: Any, function: Any = function, alpha: Any = alpha, beta: Any = beta, clipped: bool = True) -> Any:
+        def activate(
+            x: Any, function: Any = function, alpha: Any = alpha, beta: Any = beta, clipped: bool = True
+        ) -> Any:
             return function(xp, xp.clip(x, -clip, clip) if clip and clipped else x, alpha, beta)
 
         functions.append(activate)
     return functions
 
 
-def _lstm_step(xp: Any, x: Any, state: Any, recurrent: Any, bias: Any, peephole: Any, act: Any, *, input_forget: int) -> Any:
+def _lstm_step(
+    xp: Any, x: Any, state: Any, recurrent: Any, bias: Any, peephole: Any, act: Any, *, input_forget: int
+) -> Any:
     """One step from x [B, 4H] (i, o, f, c; biases added) and state (h, c), each [B, H]."""
     h, c = state
     i, o, f, g = xp.split(x + h @ recurrent, 4, axis=-1)
@@ -60,7 +64,9 @@ def _lstm_step(xp: Any, x: Any, state: Any, recurrent: Any, bias: Any, peephole:
     return o * act[2](c, clipped=False), c
 
 
-def _gru_step(xp: Any, x: Any, state: Any, recurrent: Any, bias: Any, _: Any, act: Any, *, linear_before_reset: int) -> Any:
+def _gru_step(
+    xp: Any, x: Any, state: Any, recurrent: Any, bias: Any, _: Any, act: Any, *, linear_before_reset: int
+) -> Any:
     """One step from x [B, 3H] (z, r, h; all biases added but the recurrent one of h) and state (h,)."""
     (h,) = state
     size = h.shape[-1]

@@ -87,8 +87,13 @@ def pad(xp: Any, x: Any, grid: Window, value: Any = 0) -> Any:
 def views(x: np.ndarray, grid: Window) -> np.ndarray:
     """A view [N, C, *kernel, *out] of a padded NumPy array: element k, o is what kernel position k of window o reads."""
     spatial = x.strides[2:]
-    steps = (*(s * d for s, d in zip(spatial, grid.dilations, strict=True)), *(s * t for s, t in zip(spatial, grid.strides, strict=True)))
-    return np.lib.stride_tricks.as_strided(x, (*x.shape[:2], *grid.kernel, *grid.out), (*x.strides[:2], *steps), writeable=False)
+    steps = (
+        *(s * d for s, d in zip(spatial, grid.dilations, strict=True)),
+        *(s * t for s, t in zip(spatial, grid.strides, strict=True)),
+    )
+    return np.lib.stride_tricks.as_strided(
+        x, (*x.shape[:2], *grid.kernel, *grid.out), (*x.strides[:2], *steps), writeable=False
+    )
 
 
 def fold(xp: Any, columns: Any, grid: Window) -> Any:
