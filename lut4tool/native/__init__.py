@@ -13,7 +13,7 @@ from lut4tool import formats
 from lut4tool.formats import FLOAT_DTYPES, FormatError, Lookup4Weight, QmmWeight
 
 try:
-    from lut4tool.native import _native
+    import lut4tool.native._native as _native
 except ModuleNotFoundError:  # a pure wheel; a module that is there and does not load is an error
     _native = None  # type: ignore[assignment]
 
