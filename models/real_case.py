@@ -35,22 +35,23 @@ def run_case(name: str, folder: Path) -> bool:
     worst = difference(ours.outputs, original.outputs)
     kernels = sorted({kernel.split(": ", 1)[1] for kernel in ours.kernels})
 
-    sizes = " -> ".join(size_text(path.stat().st_size) for path in (source, chains, packed))
-    print(f"{name}: {len(quantized.quantized)} weights quantized, {len(quantized.left)} left")
-    print(f"  file: float {sizes.replace(' -> ', ', chains ', 1).replace(' -> ', ', rewritten ', 1)}")
-    print(f"  rewritten: {len(report.rewritten)} products, {len(report.refused)} refused")
-    print(
-        f"  witness: {sum(w.compared for w in witnesses):,} of {sum(w.elements for w in witnesses):,} weights compared"
-    )
-    print(f"  kernels: {', '.join(kernels) or 'none'}")
-    print(
-        f"  onnxruntime on the chains, no optimizations: {original.run_milliseconds:.1f} ms, {size_text(original.peak_bytes)}"
-    )
-    print(f"  lut4tool on the rewritten model: {ours.run_milliseconds:.1f} ms, {size_text(ours.peak_bytes)}")
     agree = worst <= TOLERANCE and len(report.rewritten) == len(quantized.quantized)
-    print(
-        f"  largest difference / largest value: {worst:.1e} ({'agrees' if agree else 'TOO FAR'}, {TOLERANCE:g} allowed)"
-    )
+    compared, elements = (sum(getattr(w, count) for w in witnesses) for count in ("compared", "elements"))
+    float_size, chain_size, packed_size = (size_text(path.stat().st_size) for path in (source, chains, packed))
+    rows = {
+        "quantized": f"{len(quantized.quantized)} weights to NF4, block 64; {len(quantized.left)} left",
+        "rewritten": f"{len(report.rewritten)} products, {len(report.refused)} refused",
+        "witness": f"{compared:,} of {elements:,} decoded weights compared",
+        "file": f"{float_size} float, {chain_size} with chains, {packed_size} rewritten",
+        "kernels": ", ".join(kernels) or "none",
+        OPTIMIZATIONS_OFF: f"{original.run_milliseconds:.1f} ms, peak {size_text(original.peak_bytes)} (the chains)",
+        LUT4TOOL: f"{ours.run_milliseconds:.1f} ms, peak {size_text(ours.peak_bytes)} (rewritten)",
+        "agreement": f"largest difference / largest value {worst:.1e}, {TOLERANCE:g} allowed",
+        "result": "agrees" if agree else "DIFFERS",
+    }
+    print(name)
+    for heading, text in rows.items():
+        print(f"  {heading:30}{text}")
     return agree
 
 
