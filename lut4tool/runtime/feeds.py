@@ -16,7 +16,7 @@ Sizes = dict[str, tuple[int, str]]
 
 
 @dataclass(frozen=True)
-class Port:
+class ValueInfo:
     """An input or output: its name, its shape (None: any rank; a None in it: any size) and its type as ONNX writes it."""
 
     name: str
@@ -83,7 +83,7 @@ class Port:
                     )
 
 
-def port(value: onnx.ValueInfoProto) -> Port:
+def describe(value: onnx.ValueInfoProto) -> ValueInfo:
     """Describe a graph input or output."""
     proto = value.type
     while proto.WhichOneof("value") in ("optional_type", "sequence_type"):
@@ -92,7 +92,7 @@ def port(value: onnx.ValueInfoProto) -> Port:
     if proto.HasField("tensor_type") and proto.tensor_type.HasField("shape"):
         dims = proto.tensor_type.shape.dim
         shape = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in dims]
-    return Port(value.name, shape, type_text(value.type), value.type)
+    return ValueInfo(value.name, shape, type_text(value.type), value.type)
 
 
 def type_text(proto: onnx.TypeProto) -> str:

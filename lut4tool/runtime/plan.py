@@ -24,9 +24,11 @@ from lut4tool.runtime.backend import mx
 from lut4tool.runtime.binding import Call, Frame, bind, bind_either
 from lut4tool.runtime.dtypes import to_mx, to_numpy
 from lut4tool.runtime.functions import body_of, infer_types, schema_of
-from lut4tool.runtime.graph import ABSENT, DROPPED, Graph, Step
+from lut4tool.runtime.graph import ABSENT, DROPPED, Graph, RunError, Step
 from lut4tool.runtime.registry import Operator, Unsupported
 from lut4tool.storage import Tensors
+
+__all__ = ["Node", "Plan", "Planner", "RunError", "Unsupported", "plan"]
 
 #: Constants of at most this many elements are host values, so that shape arithmetic stays on the host.
 SMALL = 64

@@ -13,7 +13,7 @@ import onnx
 from lut4tool.runtime import backend
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.dtypes import to_mx, to_numpy
-from lut4tool.runtime.feeds import Port, port
+from lut4tool.runtime.feeds import ValueInfo, describe
 from lut4tool.runtime.graph import NodeError, RunError
 from lut4tool.runtime.plan import plan
 from lut4tool.storage import PathLike, Tensors, parse_model, read_model
@@ -43,16 +43,16 @@ class Runtime:
         tensors = base_dir if isinstance(base_dir, Tensors) else Tensors(base_dir)
         self.device = backend.device(device)
         self.plan = plan(proto, self.device, tensors)
-        self._inputs = [port(value) for value in self.plan.inputs]
-        self._outputs = [port(value) for value in self.plan.outputs]
+        self._inputs = [describe(value) for value in self.plan.inputs]
+        self._outputs = [describe(value) for value in self.plan.outputs]
         self._places = {output.name: index for index, output in enumerate(self._outputs)}
         self._lock = threading.Lock()
 
-    def get_inputs(self) -> list[Port]:
+    def get_inputs(self) -> list[ValueInfo]:
         """The model's inputs: .name, .shape (ints, names and None) and .type, such as "tensor(float)"."""
         return list(self._inputs)
 
-    def get_outputs(self) -> list[Port]:
+    def get_outputs(self) -> list[ValueInfo]:
         """The model's outputs, described as the inputs are."""
         return list(self._outputs)
 

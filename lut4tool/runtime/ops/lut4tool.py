@@ -1,0 +1,98 @@
+"""The operators of domain ai.lut4tool: products with 4-bit weights that stay packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lut4tool import kernels
+from lut4tool.formats import DOMAIN, DTYPE_NAME, LOOKUP4_MATMUL, QMM, Lookup4Weight, QmmWeight
+from lut4tool.runtime import backend
+from lut4tool.runtime.dtypes import mlx_dtype
+from lut4tool.runtime.plan import Node
+from lut4tool.runtime.registry import Unsupported, op
+
+Weight = Lookup4Weight | QmmWeight
+
+
+@op(LOOKUP4_MATMUL, domain=DOMAIN, host=(1, 2, 3), planned=True)
+def lookup4_matmul(node: Node) -> Callable[..., Any]:
+    """X [..., K] @ W, with W decoded from packed, scales and codebook as formats.Lookup4Weight says."""
+    a = _attributes(node, "rows", "cols", "block_size", "perm", "high_nibble_first")
+
+    def weight(packed: np.ndarray, scales: np.ndarray, codebook: np.ndarray) -> Lookup4Weight:
+        first, second = a["perm"]
+        high_first = bool(a["high_nibble_first"])
+        return Lookup4Weight(
+            packed, scales, codebook, a["rows"], a["cols"], a["block_size"], (first, second), high_first, a["weight_dtype"]
+        )  # fmt: skip
+
+    return _product(node, a["dtype"], weight)
+
+
+@op(QMM, domain=DOMAIN, host=(1, 2, 3), planned=True)
+def qmm(node: Node) -> Callable[..., Any]:
+    """X [..., K] @ W.T, with W decoded from packed, scales and zero_points as formats.QmmWeight says."""
+    a = _attributes(node, "K", "N", "bits", "block_size")
+
+    def weight(packed: np.ndarray, scales: np.ndarray, zero_points: np.ndarray) -> QmmWeight:
+        made = QmmWeight(packed, scales, zero_points, a["K"], a["N"], a["block_size"], a["bits"])
+        if made.weight_dtype != a["weight_dtype"]:
+            raise Unsupported(f"its scales are {made.weight_dtype}, its weight_dtype says {a['weight_dtype']}")
+        return made
+
+    return _product(node, a["dtype"], weight)
+
+
+def _attributes(node: Node, *names: str) -> dict[str, Any]:
+    """The node's attributes, all of which are always written; weight_dtype and dtype as names."""
+    wanted = (*names, "weight_dtype", "dtype")
+    if missing := [name for name in wanted if name not in node.attributes]:
+        raise Unsupported(f"it needs the attributes {', '.join(missing)}")
+    if unknown := sorted(set(node.attributes) - set(wanted)):
+        raise Unsupported(f"it has no attributes {', '.join(unknown)}")
+    if node.given != (True,) * 4:
+        raise Unsupported(f"it needs 4 inputs, not {sum(node.given)}")
+    values = dict(node.attributes)
+    for name in ("weight_dtype", "dtype"):
+        if values[name] not in DTYPE_NAME:
+            raise Unsupported(f"{name} must be one of {', '.join(DTYPE_NAME.values())}, not type {values[name]}")
+        values[name] = DTYPE_NAME[values[name]]
+    return values
+
+
+def _product(node: Node, dtype: str, make: Callable[..., Weight]) -> Callable[..., Any]:
+    """The callable of a node: its weight is made and its kernel chosen now where the weight is constant, else in each run."""
+    device, wanted = backend.kind(node.device), mlx_dtype({name: number for number, name in DTYPE_NAME.items()}[dtype])
+    constants = node.constants[1:]
+    if all(constant is not None for constant in constants):
+        weight = make(*constants)
+        choice = kernels.choose(weight, dtype, device)
+        node.note(choice)
+
+        def run(x: Any, packed: Any, scales: Any, codebook: Any) -> Any:
+            return _matmul(x, wanted, weight, choice)
+
+        return run
+
+    def run_any(x: Any, *leaves: np.ndarray) -> Any:
+        weight = make(*leaves)
+        return _matmul(x, wanted, weight, kernels.choose(weight, dtype, device))
+
+    return run_any
+
+
+def _matmul(x: Any, dtype: Any, weight: Weight, choice: kernels.Choice) -> Any:
+    """MatMul's shapes: the leading dimensions of X are rows; an X of rank 1 is one row, which Y does not keep."""
+    if x.dtype != dtype:
+        raise TypeError(f"X is {x.dtype}, the node's dtype says {dtype}")
+    depth, columns = weight.shape if isinstance(weight, Lookup4Weight) else (weight.K, weight.N)
+    if x.ndim == 0 or x.shape[-1] != depth:
+        raise ValueError(f"X of shape {list(x.shape)} does not end in K = {depth}")
+    leading = x.shape[:-1]
+    rows = 1
+    for size in leading:
+        rows *= size
+    return choice.matmul(x.reshape(rows, depth), weight).reshape(*leading, columns)
