@@ -28,7 +28,7 @@ test-all: setup
 
 demo: setup
 	$(BIN)/lut4tool demo
-	$(BIN)/python models/make.py --demo
+	$(BIN)/python models/real_case.py
 
 lint: setup
 	$(BIN)/ruff check
