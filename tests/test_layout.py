@@ -21,7 +21,7 @@ ARROWS: dict[str, set[str]] = {
     "storage": set(),
     "encode": {"formats"},
     "native": {"formats"},
-    "measure": set(),  # time and peak memory of a process
+    "measure": {"runtime"},  # time and peak memory of a process
     "recognize": {"formats", "storage", "native"},
     "rewrite": {"recognize", "formats", "storage", "native"},
     "kernels": {"formats", "native"},
