@@ -182,7 +182,7 @@ def test_links_may_not_leave_the_folder(folder):
     assert Tensors(folder, [blobs]).array(external("link.bin")).tolist() == [0, 1, 2, 3]
     with pytest.raises(StorageError, match="outside"):
         Tensors(folder, [folder.parent / "blob"]).array(external("link.bin"))  # a prefix of the name is no parent
-    with pytest.raises(StorageError, match="loop.bin"):
+    with pytest.raises(StorageError, match=r"loop\.bin"):
         Tensors(folder).array(external("loop.bin"))
 
 

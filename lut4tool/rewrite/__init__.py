@@ -12,7 +12,6 @@ import onnx
 from lut4tool.recognize import recognize
 from lut4tool.recognize.proof import Proof, Refusal, Witness
 from lut4tool.recognize.summary import distinct_weights
-from lut4tool.recognize.witness import check
 from lut4tool.rewrite.edit import RewriteError, apply
 from lut4tool.rewrite.save import Progress, check_target, save
 from lut4tool.storage import PathLike, Tensors, nbytes, read_model
@@ -114,6 +113,8 @@ def _witnesses(
     proofs: tuple[Proof, ...], tensors: Tensors, verify: bool, progress: Progress | None
 ) -> list[Witness | None]:
     """One witness a proof; sites that share a chain share the check."""
+    from lut4tool.recognize.witness import check  # imports onnx.reference
+
     checked: dict[tuple[int, ...], Witness] = {}
     result: list[Witness | None] = []
     for done, proof in enumerate(proofs):
