@@ -10,8 +10,8 @@ A backend is a module or folder here named after the device that it serves (`met
     lookup4_decode(weight)                     W [rows, cols] of its weight_dtype
     qmm(x, weight, kernel=None)                x [M, K] times a QmmWeight -> [M, N] of x's type
 
-x and results are mx.arrays; the weight's arrays stay NumPy (views of the file's map), to be read where they lie or copied
-once. M is a run-time value. `kernel` is the forced name, None to pick by M.
+x and results are mx.arrays; the weight's arrays stay NumPy (views of the file's map), to be read where they lie or
+copied once. M is a run-time value. `kernel` is the forced name, None to pick by M.
 
 LUT4TOOL_KERNEL=gemv|tile|decode|reference forces a kernel, LUT4TOOL_DISABLE=metal,cuda,cpu turns backends off.
 mlx.core is imported here: lut4tool.runtime.backend comes first, so that the BLAS does.

@@ -1,16 +1,16 @@
 """The reference products: exact, on any device, in memory near the packed size; the fallback and the oracle of kernels.
 
-On a CPU a panel of rows is decoded exactly into one buffer, multiplied in float64 and accumulated in float64, and the sum
-is rounded once to float32 (and once more to a half). A product of two float32 values is exact in float64, so that
+On a CPU a panel of rows is decoded exactly into one buffer, multiplied in float64 and accumulated in float64, and the
+sum is rounded once to float32 (and once more to a half). A product of two float32 values is exact in float64, so that
 |y - exact| <= (2^-24 + K * 2^-53) * sum |x||w| for any data, cancelling data included.
 
-On a GPU, which has no float64, 32 terms at a time are summed by a float32 product, and those sums by a compensated tree:
-the error is that of MLX's product over 32 terms, at worst 2^-19 * sum |x||w|.
+On a GPU, which has no float64, 32 terms at a time are summed by a float32 product, and those sums by a compensated
+tree: the error is that of MLX's product over 32 terms, at worst 2^-19 * sum |x||w|.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -126,8 +126,8 @@ def _on_gpu() -> bool:
 
 def _lookup4_gpu_panels(weight: Lookup4Weight) -> GpuPanels:
     if weight not in _ON_DEVICE:
-        scales = weight.scales.astype(np.float32)
-        _ON_DEVICE[weight] = (mx.array(weight.packed), mx.array(scales), mx.array(pair_table(weight)))
+        scale_values = mx.array(weight.scales.astype(np.float32))
+        _ON_DEVICE[weight] = (mx.array(weight.packed), scale_values, mx.array(pair_table(weight)))
     packed, scales, pairs = _ON_DEVICE[weight]
     cols, size = weight.cols, weight.block_size
     rows = max(1, min(weight.rows, PANEL // cols))
@@ -169,7 +169,7 @@ def _by_rows(x: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def _product(x: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:
-    """x [M, K] @ weight [K, N], TERMS terms at a time, then a tree of sums; K is padded with zeros, which add nothing."""
+    """Multiply x [M, K] by weight [K, N], TERMS terms at a time, and sum in a tree; K is padded with zeros."""
     depth = x.shape[1]
     groups = 1 << max(0, (-(-depth // TERMS) - 1).bit_length())
     padding = groups * TERMS - depth
@@ -192,5 +192,5 @@ def _two_sum(a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def _joined(high: mx.array, low: mx.array) -> mx.array:
-    """high + low, where low is a number: with Inf in the sum its error is NaN, which says nothing."""
+    """Add what was lost where it is a number: with Inf in the sum it is NaN, which says nothing."""
     return mx.where(mx.isfinite(low), high + low, high)

@@ -59,8 +59,8 @@ def bind_either(
 ) -> Call:
     """Call `run` with numpy where every value is on the host, with mlx.core where any is not.
 
-    slots: where each input lies, constants in their host form where they are small; device_slots: the same with constants
-    as MLX arrays. A value whose type MLX lacks brings all of them to the host.
+    slots: where each input lies, constants in their host form where they are small; device_slots: the same with
+    constants as MLX arrays. A value whose type MLX lacks brings all of them to the host.
     """
     places, device_places = tuple(slots), tuple(device_slots)
     deciding = tuple(place for index, place in enumerate(places) if index not in host)

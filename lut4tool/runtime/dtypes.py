@@ -89,8 +89,8 @@ def type_of(value: Any) -> Type | None:
 
 
 def to_mx(value: Any) -> Any:
-    """An mx.array of a NumPy array's own type on the current device; any value without an MLX type is returned as it is."""
-    if type(value) is not np.ndarray and not isinstance(value, np.generic | np.ndarray):
+    """An mx.array of a NumPy array's own type on the current device; a value without an MLX type comes back as it is."""
+    if not isinstance(value, np.ndarray):
         return value
     mlx = MLX_OF.get(value.dtype)
     if mlx is None or (mlx is mx.float64 and mx.default_device().type == mx.gpu):

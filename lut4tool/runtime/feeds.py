@@ -12,12 +12,13 @@ from lut4tool.runtime.backend import mx
 from lut4tool.runtime.dtypes import BY_NUMBER, to_mx, type_of
 from lut4tool.runtime.graph import RunError
 
+#: What each symbolic dimension is, and the input that said so.
 Sizes = dict[str, tuple[int, str]]
 
 
 @dataclass(frozen=True)
 class ValueInfo:
-    """An input or output: its name, its shape (None: any rank; a None in it: any size) and its type as ONNX writes it."""
+    """An input or output: its name, shape (None: any rank; a None in it: any size) and type as ONNX writes it."""
 
     name: str
     shape: list[int | str | None] | None
@@ -78,9 +79,8 @@ class ValueInfo:
             if dim.HasField("dim_param") and dim.dim_param:
                 known, source = sizes.setdefault(dim.dim_param, (size, self.name))
                 if known != size:
-                    raise RunError(
-                        f"input '{self.name}' is {self}, {given}: dimension {axis}, '{dim.dim_param}', is {known} in input '{source}'"  # fmt: skip
-                    )
+                    why = f"dimension {axis}, '{dim.dim_param}', is {known} in input '{source}'"
+                    raise RunError(f"input '{self.name}' is {self}, {given}: {why}")
 
 
 def describe(value: onnx.ValueInfoProto) -> ValueInfo:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import onnx
 from onnx.defs import OpSchema
@@ -16,15 +17,24 @@ def schema_of(domain: str, name: str, version: int) -> OpSchema | None:
     return onnx.defs.get_schema(name, version, domain) if onnx.defs.has(name, version, domain) else None
 
 
-def body_of(node: onnx.NodeProto, schema: OpSchema, version: int, types: Sequence[onnx.TypeProto | None]) -> onnx.FunctionProto | None:  # fmt: skip
+def is_random(schema: Any) -> bool:
+    """Whether the operator draws random numbers: it gives another result at each call."""
+    return bool(schema.non_deterministic)
+
+
+# onnx's type stubs lack the schema's functions, hence Any.
+def body_of(
+    node: onnx.NodeProto, schema: Any, version: int, type_of: Callable[[str], onnx.TypeProto | None]
+) -> onnx.FunctionProto | None:
     """The body that the schema gives for this node, None where it gives none.
 
-    types: the types of the node's inputs, which the body may depend on (None: not known, then such a body is not made).
+    type_of: the type of a value, which the body may depend on (None: not known, then such a body is not made).
     """
     usable = [at for at in schema.function_opset_versions if at <= version]
     if usable:
         return _parse(schema.get_function_with_opset_version(max(usable)))
     usable = [at for at in schema.context_dependent_function_opset_versions if at <= version]
+    types = [type_of(name) if name else None for name in node.input] if usable else []
     if not usable or any(kind is None and name for kind, name in zip(types, node.input, strict=True)):
         return None
     given = [(kind or onnx.TypeProto()).SerializeToString() for kind in types]

@@ -6,7 +6,8 @@ slot. Slot 0 (ABSENT) is always None: an input that is left out. Slot 1 (DROPPED
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,18 +56,24 @@ class Graph:
         inputs: Sequence[int],
         outputs: Sequence[int],
         steps: Sequence[Step],
-        own: Set[int],
-        captured: Set[int] = frozenset(),
+        own: AbstractSet[int],
+        captured: AbstractSet[int] = frozenset(),
         types: Sequence[onnx.TypeProto] = (),
     ) -> None:
         self.frame, self.steps, self.captured, self.types = frame, tuple(steps), captured, tuple(types)
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self._emptied = tuple(slot for slot in dict.fromkeys(self.outputs) if slot in own)
+        self.watch(lambda step: step.call)
+
+    def watch(self, calls: Callable[[Step], Call]) -> None:
+        """Run what `calls` gives for each step in the place of its call (a profile's way in)."""
         self._program = tuple(
-            (step.call, step.outputs[0] if len(step.outputs) == 1 else -1, step.outputs, step.free) for step in steps
+            (calls(step), step.outputs[0] if len(step.outputs) == 1 else -1, step.outputs, step.free)
+            for step in self.steps
         )
 
     def __call__(self, *values: Any) -> list[Any]:
+        """Run the steps. Raises NodeError for the node that fails, by its name."""
         if len(values) != len(self.inputs):
             raise RunError(f"its subgraph takes {len(self.inputs)} inputs, not {len(values)}")
         frame, index = self.frame, 0

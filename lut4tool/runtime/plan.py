@@ -1,14 +1,14 @@
 """A model's plan: every operator, attribute, constant and slot resolved, every problem found, before anything runs.
 
 Model-local functions, and the standard's own bodies for operators that no row serves, are inlined into the graph that
-calls them. A constant stays a NumPy array (a view of the file's map where it is external); an mx.array is made once where
-a step wants one. Steps whose inputs are small constants run while planning.
+calls them. A constant stays a NumPy array (a view of the file's map where it is external); an mx.array is made once
+where a step wants one. Steps whose inputs are small constants run while planning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,25 +23,26 @@ from lut4tool.runtime import registry
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.binding import Call, Frame, bind, bind_either
 from lut4tool.runtime.dtypes import to_mx, to_numpy
-from lut4tool.runtime.functions import body_of, infer_types, schema_of
+from lut4tool.runtime.functions import body_of, infer_types, is_random, schema_of
 from lut4tool.runtime.graph import ABSENT, DROPPED, Graph, RunError, Step
 from lut4tool.runtime.registry import Operator, Unsupported
+from lut4tool.runtime.scope import Block, Body, Constant, Scope, Site, Value
 from lut4tool.storage import Tensors
 
-__all__ = ["Node", "Plan", "Planner", "RunError", "Unsupported", "plan"]
+__all__ = ["Node", "Plan", "RunError", "Unsupported", "plan"]
 
-#: Constants of at most this many elements are host values, so that shape arithmetic stays on the host.
-SMALL = 64
 #: A step whose constant inputs, and whose results, have at most this many elements is run once, while planning.
 FOLDED = 1 << 16
+#: Functions that call functions, at most so deep: ONNX forbids recursion.
+DEPTH = 50
 
 
 @dataclass(frozen=True)
 class Node:
     """What a planned operator sees of its node.
 
-    attributes: Python values, subgraphs as Graph (callables); constants: each input's NumPy array, None where it is not a
-    constant; given: whether each input is there; outputs: how many; note: records a choice in the plan under the node.
+    attributes: Python values, subgraphs as Graph (callables); constants: each input's NumPy array, None where it is not
+    a constant; given: whether each input is there; outputs: how many; note: records a choice in the plan for this node.
     """
 
     name: str
@@ -61,7 +62,8 @@ class Plan:
     """A model ready to run.
 
     graph: the main graph, its inputs in the order of `inputs`; defaults: values of inputs that may be left out;
-    subgraphs: every other graph, by the path of its node; kernels: what planned operators chose, by node.
+    subgraphs: every other graph, by its path; kernels: what planned operators chose, by node; dynamic: the slots that
+    steps write.
     """
 
     graph: Graph
@@ -77,19 +79,25 @@ class Plan:
         for slot in self.dynamic:
             self.graph.frame[slot] = None
 
+    def graphs(self) -> list[Graph]:
+        """The main graph and every subgraph."""
+        return [self.graph, *self.subgraphs.values()]
+
     def steps(self) -> list[Step]:
-        """Every step of the model, subgraphs' after the main graph's."""
-        return [step for graph in (self.graph, *self.subgraphs.values()) for step in graph.steps]
+        """Every step of the model, the subgraphs' after the main graph's."""
+        return [step for graph in self.graphs() for step in graph.steps]
 
     def describe(self) -> list[dict[str, str]]:
-        """One row a step: node, op, where ("host", "mlx" or the kernel's name), and the refusals of other kernels."""
+        """One row a step: node, op, where ("host", "mlx" or a kernel's name), and why other kernels were refused.
+
+        "host" is what is known before running: an operator may still find all its values on the host in a run.
+        """
         rows = []
         for step in self.steps():
             choice = self.kernels.get(step.name)
             row = {"node": step.name, "op": f"{step.operator.domain or 'ai.onnx'}::{step.operator.name}"}
             row["where"] = choice.name if choice is not None else "host" if step.host else "mlx"
-            if choice is not None:
-                row["refused"] = "; ".join(f"{name}: {why}" for name, why in choice.refusals.items())
+            row["refused"] = "; ".join(f"{name}: {why}" for name, why in choice.refusals.items()) if choice else ""
             rows.append(row)
         return rows
 
@@ -97,91 +105,14 @@ class Plan:
 def plan(model: onnx.ModelProto, device: mx.Device, tensors: Tensors) -> Plan:
     """Plan a model for a device; `tensors` reads its weights.
 
-    Raises Unsupported with every problem of the whole model in one report, StorageError for weights that cannot be read.
+    Raises Unsupported with every problem of the whole model in one report, StorageError for weights it cannot read.
     """
     registry.load()
     with mx.stream(device), np.errstate(all="ignore"):
-        return Planner(model, device, tensors).plan()
+        return _Planner(model, device, tensors).plan()
 
 
-class Constant:
-    """An initializer, a Constant node's value or a folded result: its NumPy array, and the slots of its two forms."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = np.asarray(value) if isinstance(value, np.ndarray) else value
-        self.slots: dict[str, int] = {}
-
-    @property
-    def size(self) -> int:
-        return self.value.size if isinstance(self.value, np.ndarray) else 0
-
-    @property
-    def small(self) -> bool:
-        return self.size <= SMALL
-
-
-@dataclass(eq=False)
-class Value:
-    """What a name stands for: a slot that steps write, a constant, or neither: an absent input.
-
-    host: known to be a host value; unknown: what defines it has a problem of its own.
-    """
-
-    slot: int = ABSENT
-    constant: Constant | None = None
-    host: bool = False
-    unknown: bool = False
-
-    @property
-    def absent(self) -> bool:
-        return self.slot == ABSENT and self.constant is None
-
-
-class Scope:
-    """The names that the nodes of one graph or function body see; a subgraph sees its parent's too."""
-
-    def __init__(self, path: str = "", parent: Scope | None = None) -> None:
-        self.path, self.parent = path, parent
-        self.values: dict[str, Value] = {}
-
-    def find(self, name: str) -> Value | None:
-        scope: Scope | None = self
-        while scope is not None:
-            if name in scope.values:
-                return scope.values[name]
-            scope = scope.parent
-        return None
-
-
-@dataclass
-class Block:
-    """A graph under construction: its steps, all the slots each reads (by its subgraphs too), and the slots it owns."""
-
-    steps: list[Step] = field(default_factory=list)
-    reads: list[set[int]] = field(default_factory=list)
-    own: set[int] = field(default_factory=set)
-
-    def finish(
-        self, frame: Frame, inputs: Sequence[int], outputs: Sequence[int], types: Sequence[onnx.TypeProto]
-    ) -> Graph:
-        """Find for each step the slots that nobody reads after it."""
-        needed, steps = set(outputs), []
-        for step, reads in zip(reversed(self.steps), reversed(self.reads), strict=True):
-            last = ((reads | set(step.outputs)) & self.own) - needed
-            needed |= reads
-            steps.append(replace(step, free=tuple(sorted(last | ({DROPPED} & set(step.outputs))))))
-        return Graph(frame, inputs, outputs, steps[::-1], self.own, needed - self.own - {ABSENT}, types)
-
-
-@dataclass(frozen=True)
-class Context:
-    """How the nodes of one body are read: opset versions by domain, and the attributes of the function's call."""
-
-    versions: Mapping[str, int]
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Planner:
+class _Planner:
     """Turns a ModelProto into a Plan, collecting the problems on the way."""
 
     def __init__(self, model: onnx.ModelProto, device: mx.Device, tensors: Tensors) -> None:
@@ -195,12 +126,14 @@ class Planner:
         self.types: dict[str, onnx.TypeProto] | None = None
 
     def plan(self) -> Plan:
-        graph, context = self.model.graph, Context(_versions(self.model.opset_import))
+        graph, body = self.model.graph, Body(Scope(), Block(), _versions(self.model.opset_import))
         initialized = {tensor.name for tensor in graph.initializer}
         old = self.model.ir_version < 4  # every initializer is listed as an input there, and none is one
         inputs = tuple(value for value in graph.input if not (old and value.name in initialized))
         defaults: dict[str, Any] = {}
-        main = self.graph(graph, inputs, Scope(), context, defaults)
+        if "" not in body.versions and any(_domain(node.domain) == "" for node in graph.node):
+            self.problem("the model imports no version of the standard's operators (opset_import of domain '')")
+        main = self.graph(graph, inputs, body, defaults)
         if self.problems:
             raise Unsupported(_report(list(self.problems)))
         defaults = {name: to_mx(value) for name, value in defaults.items()}
@@ -211,13 +144,13 @@ class Planner:
 
     # -- names and slots
 
-    def declare(self, name: str, scope: Scope, block: Block, host: bool = False) -> int:
+    def declare(self, name: str, body: Body, host: bool = False) -> int:
         """A new slot for a name that an input or a node defines."""
         self.frame.append(None)
         slot = len(self.frame) - 1
-        self.define(name, Value(slot, host=host), scope)
+        self.define(name, Value(slot, host=host), body.scope)
         self.dynamic.append(slot)
-        block.own.add(slot)
+        body.block.own.add(slot)
         return slot
 
     def define(self, name: str, value: Value, scope: Scope) -> None:
@@ -241,32 +174,27 @@ class Planner:
     # -- graphs
 
     def graph(
-        self,
-        graph: onnx.GraphProto,
-        inputs: Sequence[onnx.ValueInfoProto],
-        scope: Scope,
-        context: Context,
-        defaults: dict[str, Any],
+        self, graph: onnx.GraphProto, inputs: Sequence[onnx.ValueInfoProto], body: Body, defaults: dict[str, Any]
     ) -> Graph:
         """Plan a graph; `defaults` receives the initializers that are inputs."""
-        block = Block()
-        slots = [self.declare(value.name, scope, block) for value in inputs]
+        slots = [self.declare(value.name, body) for value in inputs]
         names = {value.name for value in inputs}
         for tensor in graph.initializer:
             if tensor.name in names:
                 defaults[tensor.name] = self.tensors.array(tensor)
             else:
-                self.define(tensor.name, Value(constant=Constant(self.tensors.array(tensor))), scope)
+                self.define(tensor.name, Value(constant=Constant(self.tensors.array(tensor))), body.scope)
         for sparse in graph.sparse_initializer:
-            self.define(sparse.values.name, Value(constant=Constant(self.dense(sparse))), scope)
-        self.nodes(graph.node, scope, block, context)
-        outputs = [self.output(value.name, scope) for value in graph.output]
-        return block.finish(self.frame, slots, outputs, [value.type for value in graph.output])
+            self.define(sparse.values.name, Value(constant=Constant(self.dense(sparse))), body.scope)
+        self.nodes(graph.node, body)
+        outputs = [self.output(value.name, body.scope) for value in graph.output]
+        return body.block.finish(self.frame, slots, outputs, [value.type for value in graph.output])
 
-    def subgraph(self, graph: onnx.GraphProto, path: str, scope: Scope, context: Context) -> Graph:
+    def subgraph(self, graph: onnx.GraphProto, path: str, outer: Body) -> Graph:
         given = {tensor.name for tensor in graph.initializer}
         inputs = [value for value in graph.input if value.name not in given]
-        planned = self.graph(graph, inputs, Scope(path, scope), context, {})
+        scope = Scope(path, outer.scope, outer.scope.depth)
+        planned = self.graph(graph, inputs, Body(scope, Block(), outer.versions, outer.attributes), {})
         self.subgraphs[path] = planned
         return planned
 
@@ -275,198 +203,192 @@ class Planner:
         if value is None:
             self.problem(f"graph output '{scope.path}{name}' is computed by no node")
             return ABSENT
-        return self.place(value, host=value.constant is not None and value.constant.small)
+        return self.place(value, host=value.small)
 
-    def nodes(self, nodes: Sequence[onnx.NodeProto], scope: Scope, block: Block, context: Context) -> None:
+    def nodes(self, nodes: Sequence[onnx.NodeProto], body: Body) -> None:
         later = {output for node in nodes for output in node.output}
         for node in nodes:
-            name = scope.path + (node.name or f"{node.op_type}:{next(filter(None, node.output), '')}")
-            inputs = [self.input(wanted, name, scope, later) for wanted in node.input]
-            self.node(node, name, inputs, scope, block, context)
-            for output in filter(None, node.output):  # after a problem, so that the nodes that follow are looked at too
-                scope.values.setdefault(output, Value(unknown=True))
+            name = body.scope.path + (node.name or f"{node.op_type}:{next(filter(None, node.output), '')}")
+            inputs = [self.input(wanted, name, body.scope, later) for wanted in node.input]
+            domain = _domain(node.domain)
+            attributes = self.attributes(node, name, body)
+            self.node(Site(node, name, domain, body.versions.get(domain, 1), attributes, inputs, body))
+            for output in filter(None, node.output):  # after a problem: the nodes that follow are looked at too
+                body.scope.values.setdefault(output, Value(unknown=True))
 
     def input(self, wanted: str, name: str, scope: Scope, later: set[str]) -> Value:
         value = scope.find(wanted) if wanted else Value()
         if value is not None:
             return value
-        if wanted in later:
-            self.problem(
-                f"node '{name}' reads '{wanted}' before it is computed: the graph is not sorted, or has a cycle"
-            )
-        else:
-            self.problem(f"node '{name}' reads '{wanted}', which nothing defines")
+        why = "which is computed after it: the graph is not sorted, or has a cycle"
+        self.problem(f"node '{name}' reads '{wanted}', {why if wanted in later else 'which nothing defines'}")
         return Value(unknown=True)
 
-    def node(self, node: onnx.NodeProto, name: str, inputs: list[Value], scope: Scope, block: Block, context: Context) -> None:  # fmt: skip
+    def node(self, site: Site) -> None:
         """Plan one node: by its row, or by a body inlined in its place."""
-        domain = _domain(node.domain)
-        version = context.versions.get(domain, 1)
-        if domain == "" and domain not in context.versions:
-            self.problem("the model imports no version of the standard's domain (opset_import)")
-            return
-        row = registry.find(domain, node.op_type, version)
-        body = self.functions.get((domain, node.op_type, node.overload))
-        attributes = self.attributes(node, name, scope, context)
-        if row is not None and domain == "" and row.name == "Identity" and len(inputs) == len(node.output) == 1:
-            self.define(node.output[0], inputs[0], scope)
-        elif body is not None and not (row is not None and domain == DOMAIN):
-            self.inline(node, name, body, attributes, inputs, scope, block, context)
-        elif row is not None:
-            self.step(node, name, row, version, attributes, inputs, scope, block)
+        node, row = site.node, registry.find(site.domain, site.node.op_type, site.version)
+        body = self.functions.get((site.domain, node.op_type, node.overload))
+        if body is not None and not (row is not None and site.domain == DOMAIN):
+            self.inline(site, body, {})
+        elif row is None:
+            self.expand(site)
+        elif (row.domain, row.name) == ("", "Identity") and len(site.inputs) == len(node.output) == 1:
+            self.define(node.output[0], site.inputs[0], site.body.scope)
         else:
-            self.expand(node, name, domain, version, attributes, inputs, scope, block, context)
+            self.step(site, row)
 
     # -- bodies in a node's place
 
-    def inline(
-        self, node: onnx.NodeProto, name: str, body: onnx.FunctionProto, attributes: Mapping[str, Any], inputs: Sequence[Value],
-        scope: Scope, block: Block, context: Context,
-    ) -> None:  # fmt: skip
-        """Plan a function's nodes in the caller's graph, formal inputs standing for the call's values."""
-        if len(inputs) > len(body.input) or len(node.output) > len(body.output):
-            self.problem(
-                f"node '{name}': {node.op_type} takes {len(body.input)} inputs and has {len(body.output)} outputs"
-            )
+    def inline(self, site: Site, function: onnx.FunctionProto, defaults: Mapping[str, Any]) -> None:
+        """Plan a function's nodes in the caller's block, its formal inputs standing for the call's values."""
+        node, body, kind = site.node, site.body, site.node.op_type
+        if len(site.inputs) > len(function.input) or len(site.outputs) > len(function.output):
+            shape = f"{len(function.input)} inputs and {len(function.output)} outputs"
+            self.problem(f"node '{site.name}': the function {kind} has {shape}, fewer than the node")
             return
-        if name.count("/") > 100:
-            self.problem(f"node '{name}': function {node.op_type} calls itself")
+        if body.scope.depth >= DEPTH:
+            self.problem(f"node '{site.name}': functions call each other more than {DEPTH} deep: {kind} calls itself")
             return
-        inner = Scope(name + "/")
-        values = [*inputs, *[Value()] * (len(body.input) - len(inputs))]
-        inner.values.update(zip(body.input, values, strict=True))
-        defaults = {a.name: self.attribute(a, name, scope) for a in body.attribute_proto}
-        called = Context({**context.versions, **_versions(body.opset_import)}, {**defaults, **attributes})
-        self.nodes(body.node, inner, block, called)
-        for formal, output in zip(body.output, node.output, strict=False):
-            value = inner.find(formal)
+        scope = Scope(site.name + "/", None, body.scope.depth + 1)
+        absent = [Value()] * (len(function.input) - len(site.inputs))
+        scope.values.update(zip(function.input, [*site.inputs, *absent], strict=True))
+        own = {a.name: self.attribute(a, site.name, body) for a in function.attribute_proto}
+        versions = {**body.versions, **_versions(function.opset_import)}
+        self.nodes(function.node, Body(scope, body.block, versions, {**defaults, **own, **site.attributes}))
+        for formal, output in zip(function.output, node.output, strict=False):
+            value = scope.find(formal)
             if value is None:
-                self.problem(f"function output '{inner.path}{formal}' is computed by no node")
+                self.problem(f"function output '{scope.path}{formal}' is computed by no node")
             elif output:
-                self.define(output, value, scope)
+                self.define(output, value, body.scope)
 
-    def expand(
-        self, node: onnx.NodeProto, name: str, domain: str, version: int, attributes: Mapping[str, Any], inputs: Sequence[Value],
-        scope: Scope, block: Block, context: Context,
-    ) -> None:  # fmt: skip
+    def expand(self, site: Site) -> None:
         """Plan the standard's own body of an operator that no row serves."""
-        schema = schema_of(domain, node.op_type, version)
-        body = None
-        if schema is not None:
-            if schema.has_context_dependent_function and self.types is None:
-                self.types = infer_types(self.model)
-            body = body_of(node, schema, version, [(self.types or {}).get(wanted) for wanted in node.input])
-        if schema is None or body is None:
-            self.problem(f"node '{name}': {domain or 'ai.onnx'}::{node.op_type} is not supported at version {version}")
+        node, schema = site.node, schema_of(site.domain, site.node.op_type, site.version)
+        function = body_of(node, schema, site.version, self.type_of) if schema is not None else None
+        if schema is None or function is None:
+            what = f"{site.domain or 'ai.onnx'}::{node.op_type}"
+            self.problem(f"node '{site.name}': {what} is not supported at version {site.version}")
             return
+        written = {name: entry.default_value for name, entry in schema.attributes.items()}
         defaults = {
-            key: self.attribute(entry.default_value, name, scope)
-            for key, entry in schema.attributes.items()
-            if entry.default_value.type != AttributeProto.UNDEFINED
+            name: self.attribute(value, site.name, site.body)
+            for name, value in written.items()
+            if value.type != AttributeProto.UNDEFINED
         }
-        self.inline(node, name, body, {**defaults, **attributes}, inputs, scope, block, context)
+        self.inline(site, function, defaults)
+
+    def type_of(self, name: str) -> onnx.TypeProto | None:
+        """The type of a value of the model, by shape inference, which runs where a body depends on types."""
+        if self.types is None:
+            self.types = infer_types(self.model)
+        return self.types.get(name)
 
     # -- steps
 
-    def step(
-        self, node: onnx.NodeProto, name: str, row: Operator, version: int, attributes: Mapping[str, Any],
-        inputs: Sequence[Value], scope: Scope, block: Block,
-    ) -> None:  # fmt: skip
-        outputs, schema = _trimmed(node.output), schema_of(row.domain, row.name, version)
-        if self.refuse(name, row, schema, attributes, inputs):
+    def step(self, site: Site, row: Operator) -> None:
+        schema = schema_of(row.domain, row.name, site.version)
+        if self.refuse(site, row, schema) or any(value.unknown for value in site.inputs):
             return
-        run: Callable[..., Any]
-        if row.planned:
-            notes: list[Any] = []
-            constants = tuple(value.constant.value if value.constant else None for value in inputs)
-            given = tuple(not value.absent for value in inputs)
-            facts = Node(name, row.name, row.domain, version, attributes, constants, given, len(outputs), self.device, notes.append)  # fmt: skip
-            try:
-                run = row.run(facts)
-            except Lut4Error as error:
-                self.problem(f"node '{name}' ({row.name}): {error}")
-                return
-            self.kernels.update((name, note) for note in notes)
-        else:
-            bound = {**attributes, "outputs": len(outputs)} if row.takes_outputs else attributes
-            run = partial(row.run, **bound) if bound else row.run
-        call, slots = self.call(run, row, inputs)
-        host = bool(inputs) and all(
-            value.host or _small(value) or index in row.host for index, value in enumerate(inputs)
+        run = self.planned(site, row) if row.planned else _bound(site, row)
+        if run is None:
+            return
+        call, slots = self.call(run, row, site.inputs)
+        if not row.planned and schema is not None and not is_random(schema) and self.fold(site, call):
+            return
+        on_host = all(value.on_host or index in row.host for index, value in enumerate(site.inputs))
+        host = on_host and (row.takes_xp or bool(row.host))
+        outputs = tuple(
+            self.declare(name, site.body, host and row.takes_xp) if name else DROPPED for name in site.outputs
         )
-        foldable = not row.planned and schema is not None and not schema.non_deterministic
-        if not (foldable and self.fold(call, inputs, outputs, scope)):
-            written = tuple(self.declare(o, scope, block, host and row.takes_xp) if o else DROPPED for o in outputs)
-            block.steps.append(Step(name, row, call, slots, written, host=host and (row.takes_xp or bool(row.host))))
-            inner = [graph.captured for graph in attributes.values() if isinstance(graph, Graph)]
-            block.reads.append(set(slots).union(*inner))
+        site.body.block.add(Step(site.name, row, call, slots, outputs, host=host), site.subgraphs)
+
+    def planned(self, site: Site, row: Operator) -> Callable[..., Any] | None:
+        """Let a planned operator look at its node; None where it refuses."""
+        notes: list[Any] = []
+        constants = tuple(value.constant.value if value.constant else None for value in site.inputs)
+        given = tuple(not value.absent for value in site.inputs)
+        facts = Node(
+            site.name, row.name, row.domain, site.version, site.attributes, constants, given, len(site.outputs),
+            self.device, notes.append,
+        )  # fmt: skip
+        try:
+            run: Callable[..., Any] = row.run(facts)
+        except Lut4Error as error:
+            self.problem(f"node '{site.name}' ({row.name}): {error}")
+            return None
+        self.kernels.update((site.name, note) for note in notes)
+        return run
 
     def call(self, run: Callable[..., Any], row: Operator, inputs: Sequence[Value]) -> tuple[Call, tuple[int, ...]]:
         """Bind a function to the slots of its inputs, each constant in the form that the operator wants."""
         host = frozenset(row.host)
-        mlx = tuple(self.place(value, index in host) for index, value in enumerate(inputs)) if not row.takes_xp else ()
         if not row.takes_xp:
-            return bind(run, self.frame, mlx, host), mlx
-        either = tuple(self.place(value, index in host or _small(value)) for index, value in enumerate(inputs))
-        only_host = all(value.host or _small(value) or value.absent for value in inputs)
-        mlx = either if only_host else tuple(self.place(value, index in host) for index, value in enumerate(inputs))
-        return bind_either(run, self.frame, either, mlx, host), either
+            slots = tuple(self.place(value, index in host) for index, value in enumerate(inputs))
+            return bind(run, self.frame, slots, host), slots
+        slots = mlx = tuple(self.place(value, index in host or value.small) for index, value in enumerate(inputs))
+        if not all(value.on_host for value in inputs):
+            mlx = tuple(self.place(value, index in host) for index, value in enumerate(inputs))
+        return bind_either(run, self.frame, slots, mlx, host), slots
 
-    def fold(self, call: Call, inputs: Sequence[Value], outputs: Sequence[str], scope: Scope) -> bool:
-        """Run a step now where all its inputs are small constants and so are its results."""
-        constants = [value.constant for value in inputs if value.constant is not None]
-        size = sum(constant.size for constant in constants)
-        if size > FOLDED or len(constants) < sum(not value.absent for value in inputs):
+    def fold(self, site: Site, call: Call) -> bool:
+        """Run a step now where all its inputs are small constants and so are its results (those of Constant: any)."""
+        constants = [value.constant for value in site.inputs if value.constant is not None]
+        given = [value for value in site.inputs if not value.absent]
+        if len(constants) < len(given) or sum(constant.size for constant in constants) > FOLDED:
             return False
         try:
             result = call()
         except Exception:  # noqa: BLE001 - it fails again when it runs, where the node is named
             return False
         results = result if type(result) is tuple else (result,)
-        large = inputs and any(getattr(part, "size", FOLDED + 1) > FOLDED for part in results)
-        if len(results) < len(outputs) or large:
+        large = bool(given) and any(getattr(part, "size", FOLDED + 1) > FOLDED for part in results)
+        if large or len(results) < len(site.outputs):
             return False
-        for output, part in zip(outputs, results, strict=False):
+        for output, part in zip(site.outputs, results, strict=False):
             if output:
-                self.define(output, Value(constant=Constant(to_numpy(part))), scope)
+                self.define(output, Value(constant=Constant(to_numpy(part))), site.body.scope)
         return True
 
-    def refuse(self, name: str, row: Operator, schema: OpSchema | None, attributes: Mapping[str, Any], inputs: Sequence[Value]) -> bool:  # fmt: skip
+    def refuse(self, site: Site, row: Operator, schema: OpSchema | None) -> bool:
         """Report attributes and inputs that the operator's function does not take, or lacks."""
-        known = len(self.problems)
-        if row.planned:
-            unfit = attributes.keys() - schema.attributes.keys() if schema is not None else set()
+        known, start, given = len(self.problems), f"node '{site.name}': {row.name}", site.attributes.keys()
+        if not row.planned:
+            accepted = set(row.attributes)
         else:
-            unfit = attributes.keys() - row.attributes.keys()
-        for key in sorted(unfit):
-            self.problem(f"node '{name}': attribute '{key}' of {row.name} is not supported")
+            accepted = set(schema.attributes) if schema is not None else set(given)
+        for key in sorted(given - accepted):
+            self.problem(f"{start} has no attribute '{key}' that is supported")
+        if row.planned:
+            return len(self.problems) > known
         for key, parameter in row.attributes.items():
-            if parameter.default is parameter.empty and key not in attributes:
-                self.problem(f"node '{name}': {row.name} needs the attribute '{key}'")
-        if not row.planned and len(inputs) > len(row.inputs) and not row.variadic:
-            self.problem(f"node '{name}': {row.name} takes at most {len(row.inputs)} inputs, not {len(inputs)}")
-        for index, parameter in enumerate(() if row.planned else row.inputs):
+            if parameter.default is parameter.empty and key not in given:
+                self.problem(f"{start} needs the attribute '{key}'")
+        if len(site.inputs) > len(row.inputs) and not row.variadic:
+            self.problem(f"{start} takes at most {len(row.inputs)} inputs, not {len(site.inputs)}")
+        for index, parameter in enumerate(row.inputs):
             needed = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
-            if needed and (index >= len(inputs) or inputs[index].absent and not inputs[index].unknown):
-                self.problem(f"node '{name}': {row.name} needs the input '{parameter.name}'")
-        return len(self.problems) > known or any(value.unknown for value in inputs)
+            lacks = index >= len(site.inputs) or (site.inputs[index].absent and not site.inputs[index].unknown)
+            if needed and lacks:
+                self.problem(f"{start} needs the input '{parameter.name}'")
+        return len(self.problems) > known
 
     # -- attributes
 
-    def attributes(self, node: onnx.NodeProto, name: str, scope: Scope, context: Context) -> dict[str, Any]:
-        """A node's attributes as Python values; one that refers to a function's attribute left out is left out too."""
+    def attributes(self, node: onnx.NodeProto, name: str, body: Body) -> dict[str, Any]:
+        """A node's attributes as Python values; one that refers to an attribute its function lacks is left out."""
         values = {}
         for attribute in node.attribute:
             if not attribute.ref_attr_name:
-                values[attribute.name] = self.attribute(attribute, name, scope, context)
-            elif attribute.ref_attr_name in context.attributes:
-                values[attribute.name] = context.attributes[attribute.ref_attr_name]
+                values[attribute.name] = self.attribute(attribute, name, body)
+            elif attribute.ref_attr_name in body.attributes:
+                values[attribute.name] = body.attributes[attribute.ref_attr_name]
         return values
 
-    def attribute(self, attribute: AttributeProto, name: str, scope: Scope, context: Context | None = None) -> Any:
+    def attribute(self, attribute: AttributeProto, name: str, body: Body) -> Any:
         kind = attribute.type
-        if kind == AttributeProto.GRAPH and context is not None:
-            return self.subgraph(attribute.g, f"{name}/{attribute.name}/", scope, context)
+        if kind == AttributeProto.GRAPH:
+            return self.subgraph(attribute.g, f"{name}/{attribute.name}/", body)
         if kind == AttributeProto.TENSOR:
             return np.asarray(self.tensors.array(attribute.t))
         if kind == AttributeProto.SPARSE_TENSOR:
@@ -478,7 +400,7 @@ class Planner:
         return onnx.helper.get_attribute_value(attribute)
 
     def dense(self, sparse: onnx.SparseTensorProto) -> np.ndarray:
-        """A sparse tensor as a dense array: indices are flat [n] or coordinates [n, rank]."""
+        """A sparse tensor as a dense array: its indices are flat [n] or coordinates [n, rank]."""
         values, indices = self.tensors.array(sparse.values), self.tensors.array(sparse.indices)
         dense = np.zeros(tuple(sparse.dims), values.dtype)
         if indices.ndim == 1:
@@ -488,16 +410,10 @@ class Planner:
         return dense
 
 
-def _small(value: Value) -> bool:
-    return value.constant is not None and value.constant.small
-
-
-def _trimmed(outputs: Sequence[str]) -> list[str]:
-    """The outputs without the empty names at the end, which ask for nothing."""
-    names = list(outputs)
-    while names and not names[-1]:
-        names.pop()
-    return names
+def _bound(site: Site, row: Operator) -> Callable[..., Any]:
+    """The operator's function with its attributes."""
+    attributes = {**site.attributes, "outputs": len(site.outputs)} if row.takes_outputs else site.attributes
+    return partial(row.run, **attributes) if attributes else row.run
 
 
 def _domain(domain: str) -> str:

@@ -33,7 +33,7 @@ from lut4tool.errors import Lut4Error
 NEWEST = 10_000
 
 
-class Unsupported(Lut4Error):
+class Unsupported(Lut4Error):  # noqa: N818 - the sentence that a user reads begins with it
     """Operators, versions, attributes or types that the runtime does not serve; found while planning, all at once."""
 
 
@@ -52,8 +52,8 @@ class Operator:
     @cached_property
     def inputs(self) -> tuple[inspect.Parameter, ...]:
         """The positional parameters that stand for ONNX inputs."""
-        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)  # fmt: skip
-        found = [p for p in inspect.signature(self.run).parameters.values() if p.kind in kinds]
+        parameters = inspect.signature(self.run).parameters.values()
+        found = [p for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
         return tuple(found[1:] if self.takes_xp else found)
 
     @cached_property

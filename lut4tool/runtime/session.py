@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,10 @@ import onnx
 from lut4tool.runtime import backend
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.dtypes import to_mx, to_numpy
-from lut4tool.runtime.feeds import ValueInfo, describe
+from lut4tool.runtime.feeds import Sizes, ValueInfo, describe
 from lut4tool.runtime.graph import NodeError, RunError
 from lut4tool.runtime.plan import plan
+from lut4tool.runtime.profile import Profile
 from lut4tool.storage import PathLike, Tensors, parse_model, read_model
 
 
@@ -39,7 +40,7 @@ class Runtime:
             proto = parse_model(model)
         else:
             proto = read_model(model)
-            base_dir = base_dir if base_dir is not None else os.path.dirname(os.fspath(model)) or "."
+            base_dir = base_dir if base_dir is not None else Path(model).parent
         tensors = base_dir if isinstance(base_dir, Tensors) else Tensors(base_dir)
         self.device = backend.device(device)
         self.plan = plan(proto, self.device, tensors)
@@ -64,10 +65,10 @@ class Runtime:
     def run(self, output_names: Sequence[str] | None, feeds: Mapping[str, Any], as_numpy: bool = True) -> list[Any]:
         """Run once and return the values of `output_names` (None: all), in that order.
 
-        feeds: NumPy arrays (ml_dtypes' types for bfloat16, int4, float8; strings as str or object arrays) or MLX arrays, by
-        input name; lists of them for sequences. as_numpy=False leaves results as MLX arrays where MLX has their type.
-        Callable from several threads, which take turns. Raises RunError before anything runs for names, types, ranks and
-        shapes that do not fit, and for a node that fails, by its name.
+        feeds: NumPy arrays (ml_dtypes' types for bfloat16, int4, float8; strings as str or object arrays) or MLX
+        arrays, by input name; lists of them for sequences. as_numpy=False leaves MLX arrays where MLX has the type.
+        Callable from several threads, which take turns. Raises RunError before anything runs for names, types, ranks
+        and shapes that do not fit, and for a node that fails, by its name.
         """
         wanted = range(len(self._outputs)) if output_names is None else [self._place(name) for name in output_names]
         with self._lock, mx.stream(self.device), np.errstate(all="ignore"):
@@ -82,6 +83,18 @@ class Runtime:
             for place, value in zip(wanted, chosen, strict=True):
                 self._outputs[place].check_type(value, "output")
             return [_copy(value) if as_numpy else _device(value) for value in chosen]
+
+    def profile(self, feeds: Mapping[str, Any], path: PathLike | None = None) -> list[dict[str, Any]]:
+        """Run once, each step evaluated before the next; return the ten costliest kinds of step, the costliest first.
+
+        A row has op, where ("host", "mlx" or the kernel), type and shape of the results, count, milliseconds and bytes.
+        path: where a Chrome trace of every step is written. A step with subgraphs contains the time of theirs.
+        """
+        with Profile(self.plan) as profile:
+            self.run(None, feeds)
+        if path is not None:
+            profile.write(path)
+        return profile.costliest(10)
 
     def __call__(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Run once and return every output by name."""
@@ -98,7 +111,8 @@ class Runtime:
         extra = [name for name in feeds if name not in names]
         if extra:
             raise RunError(f"the model has no input {_names(extra)}; it has {_names(names)}")
-        values, sizes = [], {}  # sizes: what each symbolic dimension is, and the input that said so
+        values: list[Any] = []
+        sizes: Sizes = {}
         for wanted in self._inputs:
             if wanted.name in feeds:
                 values.append(wanted.accept(feeds[wanted.name], sizes))

@@ -26,14 +26,10 @@ def constant(
     value_strings: Sequence[str] | None = None,
 ) -> Any:
     """Exactly one of the attributes gives the value; a sparse one comes dense."""
-    forms = [
-        (value, None),
-        (sparse_value, None),
-        (value_float, np.float32),
-        (value_floats, np.float32),
-        (value_int, np.int64),
-    ]
-    forms += [(value_ints, np.int64), (value_string, object), (value_strings, object)]
+    floats, integers, strings = (value_float, value_floats), (value_int, value_ints), (value_string, value_strings)
+    forms: list[tuple[Any, Any]] = [(value, None), (sparse_value, None)]
+    forms += [(form, np.float32) for form in floats] + [(form, np.int64) for form in integers]
+    forms += [(form, object) for form in strings]
     given = [np.asarray(form, dtype) for form, dtype in forms if form is not None]
     if len(given) != 1:
         raise ValueError(f"one value is wanted, not {len(given)}")
@@ -147,7 +143,7 @@ def _at(value: Any, index: int) -> Any:
 def _stack(rows: Sequence[Any], kind: Any, axis: int) -> Any:
     """One array of the iterations' values along a new axis; with no iteration, an empty one of the declared type."""
     if rows and all(isinstance(row, mx.array) for row in rows):
-        return mx.stack(rows, axis=axis)
+        return mx.stack(list(rows), axis=axis)
     if rows:
         return np.stack([to_numpy(row) for row in rows], axis=axis)
     tensor = kind.tensor_type

@@ -23,11 +23,9 @@ def lookup4_matmul(node: Node) -> Callable[..., Any]:
     a = _attributes(node, "rows", "cols", "block_size", "perm", "high_nibble_first")
 
     def weight(packed: np.ndarray, scales: np.ndarray, codebook: np.ndarray) -> Lookup4Weight:
-        first, second = a["perm"]
-        high_first = bool(a["high_nibble_first"])
-        return Lookup4Weight(
-            packed, scales, codebook, a["rows"], a["cols"], a["block_size"], (first, second), high_first, a["weight_dtype"]
-        )  # fmt: skip
+        perm, high_first = tuple(a["perm"]), bool(a["high_nibble_first"])
+        sizes = (a["rows"], a["cols"], a["block_size"])
+        return Lookup4Weight(packed, scales, codebook, *sizes, perm, high_first, a["weight_dtype"])
 
     return _product(node, a["dtype"], weight)
 
@@ -64,7 +62,7 @@ def _attributes(node: Node, *names: str) -> dict[str, Any]:
 
 
 def _product(node: Node, dtype: str, make: Callable[..., Weight]) -> Callable[..., Any]:
-    """The callable of a node: its weight is made and its kernel chosen now where the weight is constant, else in each run."""
+    """Make the weight and choose its kernel now where the weight is constant, else in each run."""
     device, wanted = backend.kind(node.device), mlx_dtype({name: number for number, name in DTYPE_NAME.items()}[dtype])
     constants = node.constants[1:]
     if all(constant is not None for constant in constants):
