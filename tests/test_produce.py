@@ -18,8 +18,9 @@ from onnx.reference import ReferenceEvaluator
 
 from lut4tool.encode import ProduceError, encode, load_codebook
 from lut4tool.errors import Lut4Error
-from lut4tool.formats import FP4, NF4, decode
+from lut4tool.formats import CODEBOOKS, FP4, NF4, ONNX_DTYPE, Lookup4Weight, decode
 from lut4tool.produce import quantize, quantize_file
+from lut4tool.recognize import recognize
 from lut4tool.storage import Tensors
 
 FLOATS = st.floats(-4, 4, width=32)
@@ -463,6 +464,51 @@ def test_an_old_model_with_functions_says_why_it_cannot_be_converted():
     model.functions.append(helper.make_function("d", "F", ["a"], ["a_"], [], [helper.make_opsetid("", 12)]))
     with pytest.raises(ProduceError, match="opset 12 and has functions, which cannot be converted to 13"):
         quantize(model, Tensors(None))
+
+
+def spelled_models():
+    """Name, float model, options, and the facts (rows, cols, perm, weight_dtype, dtype) of each site, in order."""
+    plain = [helper.make_node("MatMul", ["x", "w"], ["y"], "product")]
+    both = [
+        helper.make_node("MatMul", ["x", "w"], ["t"], "forward"),
+        helper.make_node("Gemm", ["t", "w", "b"], ["y"], "adjoint", transB=1),
+    ]
+    inside = branch("inside", [helper.make_node("MatMul", ["x", "w"], ["z"], "m")])
+    flag = helper.make_tensor_value_info("flag", TensorProto.BOOL, [])
+    choose = [helper.make_node("If", ["flag"], ["y"], "if", then_branch=inside, else_branch=inside)]
+    listed = [helper.make_tensor_value_info("w", TensorProto.FLOAT, [64, 37])]
+    w, square = {"w": weight_of(64, 37)}, {"w": weight_of(64, 64), "b": weight_of(1, 64)[0]}
+    half = {"w": weight_of(64, 37, np.float16)}
+    to = (64, 37, [0, 1])
+    yield "float32", model_of(plain, w), {}, [(*to, "float32", "float32")]
+    yield "fp4", model_of(plain, w), {"codebook": "fp4", "block_size": 32}, [(*to, "float32", "float32")]
+    yield "forward", model_of(plain, half, kind=np.float16), {}, [(*to, "float16", "float16")]
+    yield "adjoint", model_of(plain, w), {"rounding": "bfloat16"}, [(*to, "bfloat16", "float32")]
+    shared = [(64, 64, perm, "float16", "float32") for perm in ([0, 1], [1, 0])]
+    yield "shared", model_of(both, square), {"rounding": "float16"}, shared
+    yield "captured", model_of(choose, w, extra=[flag]), {}, 2 * [(*to, "float32", "float32")]
+    yield "IR 3", model_of(plain, w, ir_version=3, extra=listed), {}, [(*to, "float32", "float32")]
+    yield "opset 12", model_of(plain, w, opset=12), {}, [(*to, "float32", "float32")]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "facts"), [pytest.param(*case, id=name) for name, *case in spelled_models()]
+)
+def test_every_chain_is_recognized_and_decodes_to_the_same_numbers(model, options, facts):
+    weight = numpy_helper.to_array(model.graph.initializer[0])
+    after, _ = quantized(model, **options)
+    report = recognize(after)
+    assert not report.refusals
+    keys = ("perm", "weight_dtype", "dtype")
+    found = [(p.rows, p.cols, *(p.attributes[key] for key in keys)) for p in report.proofs]
+    assert found == [
+        (rows, cols, perm, ONNX_DTYPE[inner], ONNX_DTYPE[outer]) for rows, cols, perm, inner, outer in facts
+    ]
+    for proof in report.proofs:
+        arrays_ = {key: numpy_helper.to_array(tensor) for key, tensor in proof.tensors.items()}
+        size = options.get("block_size", 64)
+        decoded = decode(Lookup4Weight(**arrays_, rows=proof.rows, cols=proof.cols, block_size=size))
+        assert decoded.tobytes() == dequantized(weight, size, CODEBOOKS[options.get("codebook", "nf4")]).tobytes()
 
 
 # ---- files
