@@ -20,7 +20,7 @@ def _heads(xp: Any, x: Any, heads: int | None) -> Any:
 def _allowed(
     queries: int, keys: int, offset: np.ndarray, lengths: np.ndarray | None, causal: int, left: int, right: int
 ) -> np.ndarray | None:
-    """bool [B or 1, 1, queries, keys]: keys that causality, the windows and the lengths let a query see; None: all."""
+    """Keys that causality, the windows and the lengths let a query see: bool [B or 1, 1, queries, keys]; None: all."""
     if not causal and left < 0 and right < 0 and lengths is None:
         return None
     at = offset.reshape(-1, 1, 1, 1) + np.arange(queries).reshape(-1, 1)
@@ -58,7 +58,7 @@ def attention(
     q_num_heads: int | None = None, qk_matmul_output_mode: int = 0, right_window_size: int = -1,
     scale: float | None = None, softcap: float = 0.0, softmax_precision: int | None = None,
 ) -> Any:  # fmt: skip
-    """Causality counts from the end of the cache, a row that sees nothing is 0, and the scores can come out: mx.fast has none."""
+    """Causality counts from the end of the cache, a row that sees nothing is 0, the scores can come out."""
     xp, query, key, value, mask, old_key, old_value = working(q, k, v, attn_mask, past_key, past_value)
     query, key, value = _heads(xp, query, q_num_heads), _heads(xp, key, kv_num_heads), _heads(xp, value, kv_num_heads)
     if old_key is not None:

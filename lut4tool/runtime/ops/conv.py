@@ -10,7 +10,7 @@ import numpy as np
 
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.ops.compute import finish, working
-from lut4tool.runtime.ops.window import Window, fold, pad, views, window
+from lut4tool.runtime.ops.window import Ints, Window, fold, pad, views, window
 from lut4tool.runtime.registry import op
 
 #: Elements of the unrolled input that are made at a time on a CPU: 8 MB of float32.
@@ -19,10 +19,10 @@ _PANEL_ELEMENTS = 1 << 21
 
 @op("Conv")
 def conv(
-    x: Any, w: Any, b: Any = None, *, auto_pad: str = "NOTSET", dilations: Sequence[int] | None = None, group: int = 1,
-    kernel_shape: Sequence[int] | None = None, pads: Sequence[int] | None = None, strides: Sequence[int] | None = None,
+    x: Any, w: Any, b: Any = None, *, auto_pad: str = "NOTSET", dilations: Ints = None, group: int = 1,
+    kernel_shape: Ints = None, pads: Ints = None, strides: Ints = None,
 ) -> Any:  # fmt: skip
-    """x [N, C, *size], w [M, C / group, *kernel]; MLX has no auto_pad and wants [N, *size, C] and [M, *kernel, C / group]."""
+    """Channels first, x [N, C, *size] and w [M, C / group, *kernel], and auto_pad; MLX wants the channels last."""
     xp, data, weight, bias = working(x, w, b)
     grid = window(x.shape[2:], w.shape[2:], strides, dilations, pads, auto_pad)
     y = (convolve_host if xp is np else convolve_device)(data, weight, grid, group)
@@ -38,14 +38,9 @@ def convolve_host(x: np.ndarray, w: np.ndarray, grid: Window, group: int) -> np.
     x = pad(np, x, grid)
     batch, channels = x.shape[0], x.shape[1] // group
     y = np.empty((batch, group, w.shape[0] // group, *grid.out), np.result_type(x, w))
-    if channels == 1:
-        grouped, kernels = x[:, :, None], w.reshape(group, -1, *grid.kernel)
-        y.fill(0)
-        for position, slices in grid.positions():
-            y += grouped[(..., *slices)] * kernels[(..., *position)].reshape(1, group, -1, *[1] * grid.rank)
-        return y.reshape(batch, -1, *grid.out)
-    kernels = w.reshape(group, w.shape[0] // group, -1)
-    windows = views(x, grid)
+    if channels == 1 < group:
+        return _depthwise(x[:, :, None], w.reshape(group, -1, *grid.kernel), grid, y).reshape(batch, -1, *grid.out)
+    kernels, windows = w.reshape(group, w.shape[0] // group, -1), views(x, grid)
     if prod(grid.kernel) == 1:
         return np.matmul(kernels, windows.reshape(batch, group, channels, -1)).reshape(batch, -1, *grid.out)
     step = max(1, _PANEL_ELEMENTS * grid.out[0] // max(1, windows.size))
@@ -55,6 +50,17 @@ def convolve_host(x: np.ndarray, w: np.ndarray, grid: Window, group: int) -> np.
         product = np.matmul(kernels, panel.reshape(batch, group, channels * prod(grid.kernel), -1))
         y[:, :, :, start : start + step] = product.reshape(*y.shape[:3], *panel.shape[2 + grid.rank :])
     return y.reshape(batch, -1, *grid.out)
+
+
+def _depthwise(x: np.ndarray, w: np.ndarray, grid: Window, y: np.ndarray) -> np.ndarray:
+    """Add x [N, C, 1, *padded] times w [C, M, *kernel] up in y [N, C, M, *out], a kernel position at a time."""
+    y.fill(0)
+    product = np.empty_like(y)
+    for position, slices in grid.positions():
+        around: Any = (slice(None), slice(None))
+        factor = w[(*around, *position)].reshape(*w.shape[:2], *[1] * grid.rank)
+        y += np.multiply(x[(*around, slice(None), *slices)], factor, out=product)
+    return y
 
 
 def convolve_device(x: mx.array, w: mx.array, grid: Window, group: int) -> mx.array:
@@ -75,11 +81,11 @@ def convolve_device(x: mx.array, w: mx.array, grid: Window, group: int) -> mx.ar
 
 @op("ConvTranspose")
 def conv_transpose(
-    x: Any, w: Any, b: Any = None, *, auto_pad: str = "NOTSET", dilations: Sequence[int] | None = None, group: int = 1,
-    kernel_shape: Sequence[int] | None = None, output_padding: Sequence[int] | None = None,
-    output_shape: Sequence[int] | None = None, pads: Sequence[int] | None = None, strides: Sequence[int] | None = None,
+    x: Any, w: Any, b: Any = None, *, auto_pad: str = "NOTSET", dilations: Ints = None, group: int = 1,
+    kernel_shape: Ints = None, output_padding: Ints = None,
+    output_shape: Ints = None, pads: Ints = None, strides: Ints = None,
 ) -> Any:  # fmt: skip
-    """x [N, C, *in], w [C, M / group, *kernel]: one product, then every kernel position is added where it writes.
+    """One product of x [N, C, *in] and w [C, M / group, *kernel], then each kernel position is added where it writes.
 
     `output_shape` wins over pads, which it determines; SAME_* makes it stride times the input.
     """
@@ -95,8 +101,8 @@ def conv_transpose(
 
 
 def _transposed_window(
-    size: Sequence[int], kernel: Sequence[int], strides: Any, dilations: Any, pads: Any, auto_pad: str, output_padding: Any,
-    output_shape: Any,
+    size: Sequence[int], kernel: Sequence[int], strides: Ints, dilations: Ints, pads: Ints, auto_pad: str,
+    output_padding: Ints, output_shape: Ints,
 ) -> Window:  # fmt: skip
     """The window over ConvTranspose's output whose `out` is its input."""
     rank = len(size)

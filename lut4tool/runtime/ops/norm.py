@@ -46,7 +46,7 @@ def batch_normalization_before_14(
     x: Any, scale: Any, b: Any, mean: Any, var: Any, *, epsilon: float = 1e-5, momentum: float = 0.9, spatial: int = 1,
     outputs: int = 1,
 ) -> Any:  # fmt: skip
-    """More than one output means training, with the batch's own statistics last; spatial 0 (version 7) has one an element."""
+    """More outputs mean training, the batch's own statistics last; spatial 0 (version 7) has one an element."""
     if outputs == 1 and spatial:
         return batch_normalization(x, scale, b, mean, var, epsilon=epsilon, momentum=momentum)
     xp, data, s, bias, old_mean, old_var = working(x, scale, b, mean, var)
@@ -60,7 +60,7 @@ def batch_normalization_before_14(
 def _batch(xp: Any, x: Any, scale: Any, bias: Any, epsilon: float) -> tuple[Any, Any, Any]:
     """Normalize by the batch's own statistics: the result, and the mean and variance [C]."""
     axes = (0, *range(2, x.ndim))
-    y, mean, inverse = _standard(xp, x, axes, epsilon)
+    y, mean, _ = _standard(xp, x, axes, epsilon)
     return y * _channel(scale, x.ndim) + _channel(bias, x.ndim), mean.reshape(-1), xp.var(x, axis=axes)
 
 
@@ -96,7 +96,7 @@ def rms_normalization(x: Any, scale: Any, *, axis: int = -1, epsilon: float = 1e
 def group_normalization(
     x: Any, scale: Any, bias: Any, *, epsilon: float = 1e-5, num_groups: int, stash_type: int = 1
 ) -> Any:
-    """scale and bias are [C] from version 21 on and [num_groups] in 18: told apart by their size."""
+    """Scale and bias are [C] from version 21 on and [num_groups] in 18: told apart by their size."""
     xp, data, s, b = working(x, scale, bias)
     groups = data.reshape(x.shape[0], num_groups, -1)
     y, _, _ = _standard(xp, groups, (2,), epsilon)
@@ -166,6 +166,6 @@ def flatten(xp: Any, x: Any, *, axis: int = 1) -> Any:
 
 @op("Shrink")
 def shrink(x: Any, *, bias: float = 0.0, lambd: float = 0.5) -> Any:
-    """x + bias under -lambd, x - bias over lambd, 0 between; integers come back as integers."""
+    """Adds bias under -lambd, takes it off over lambd, 0 between; integers stay integers."""
     xp, data = working(x)
     return finish(xp.where(data < -lambd, data + bias, xp.where(data > lambd, data - bias, 0 * data)), x)

@@ -31,10 +31,10 @@ def _overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 @op("NonMaxSuppression", since=10, host=(0, 1, 2, 3, 4))
 def non_max_suppression(
-    boxes: Any, scores: Any, max_output_boxes_per_class: Any = None, iou_threshold: Any = None, score_threshold: Any = None,
-    *, center_point_box: int = 0,
+    boxes: Any, scores: Any, max_output_boxes_per_class: Any = None, iou_threshold: Any = None,
+    score_threshold: Any = None, *, center_point_box: int = 0,
 ) -> Any:  # fmt: skip
-    """int64 rows (batch, class, box) by falling score; a box is dropped where it overlaps a kept one by more than the threshold."""
+    """Rows (batch, class, box), int64, by falling score; a box that overlaps a kept one too much is dropped."""
     most = 0 if max_output_boxes_per_class is None else int(max_output_boxes_per_class.reshape(()))
     overlap = 0.0 if iou_threshold is None else float(iou_threshold.reshape(()))
     rows = []
@@ -65,7 +65,7 @@ def roi_align(
     x: Any, rois: Any, batch_indices: Any, *, coordinate_transformation_mode: str = "half_pixel", mode: str = "avg",
     output_height: int = 1, output_width: int = 1, sampling_ratio: int = 0, spatial_scale: float = 1.0,
 ) -> Any:  # fmt: skip
-    """Bilinear samples of each cell of each region, averaged; `max` takes the largest weighed corner, as the standard does."""
+    """Bilinear samples of each cell of each region, averaged; `max` takes the largest weighed corner."""
     _, data = working(x)
     data = to_numpy(data)
     if ((batch_indices < 0) | (batch_indices >= data.shape[0])).any():
@@ -105,14 +105,14 @@ def roi_align_before_16(
 ) -> Any:  # fmt: skip
     """The same without the half-pixel shift."""
     return roi_align(
-        x, rois, batch_indices, coordinate_transformation_mode="output_half_pixel", mode=mode, output_height=output_height,
-        output_width=output_width, sampling_ratio=sampling_ratio, spatial_scale=spatial_scale,
+        x, rois, batch_indices, coordinate_transformation_mode="output_half_pixel", mode=mode,
+        output_height=output_height, output_width=output_width, sampling_ratio=sampling_ratio, spatial_scale=spatial_scale,
     )  # fmt: skip
 
 
 @op("MaxRoiPool", host=(1,))
 def max_roi_pool(x: Any, rois: Any, *, pooled_shape: Sequence[int], spatial_scale: float = 1.0) -> Any:
-    """The largest pixel of each cell of each region (batch, x1, y1, x2, y2), its ends rounded to pixels and included."""
+    """The largest pixel of each cell of each region (batch, x1, y1, x2, y2), both ends rounded and included."""
     _, data = working(x)
     data = to_numpy(data)
     y = np.zeros((len(rois), data.shape[1], *pooled_shape), data.dtype)

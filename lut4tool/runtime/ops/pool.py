@@ -11,7 +11,7 @@ import numpy as np
 
 from lut4tool.runtime.dtypes import to_mx, to_numpy
 from lut4tool.runtime.ops.compute import finish, numpy_type, working
-from lut4tool.runtime.ops.window import Window, pad, views, window
+from lut4tool.runtime.ops.window import Ints, Window, pad, views, window
 from lut4tool.runtime.registry import op
 
 
@@ -25,11 +25,11 @@ def _reduce(x: Any, grid: Window, combine: Callable[[Any, Any], Any]) -> Any:
 
 @op("MaxPool")
 def max_pool(
-    x: Any, *, auto_pad: str = "NOTSET", ceil_mode: int = 0, dilations: Sequence[int] | None = None,
-    kernel_shape: Sequence[int], pads: Sequence[int] | None = None, storage_order: int = 0,
-    strides: Sequence[int] | None = None, outputs: int = 1,
+    x: Any, *, auto_pad: str = "NOTSET", ceil_mode: int = 0, dilations: Ints = None,
+    kernel_shape: Sequence[int], pads: Ints = None, storage_order: int = 0,
+    strides: Ints = None, outputs: int = 1,
 ) -> Any:  # fmt: skip
-    """Padding never wins; Indices count in the flattened x without its padding (storage_order 1: last two axes swapped)."""
+    """Padding never wins; Indices count in the flattened x without padding (storage_order 1: column by column)."""
     grid = window(x.shape[2:], kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
     xp, data = working(x)
     dtype = numpy_type(data)
@@ -49,17 +49,20 @@ def _indices(best: np.ndarray, grid: Window, storage_order: int) -> np.ndarray:
         first = np.arange(grid.out[axis]) * grid.strides[axis] - grid.before[axis]
         places.append(at * grid.dilations[axis] + first.reshape(-1, *[1] * (grid.rank - 1 - axis)))
     planes = np.arange(prod(best.shape[:2])).reshape(*best.shape[:2], *[1] * grid.rank) * prod(grid.size)
-    order = "F" if storage_order else "C"
-    return (planes + np.ravel_multi_index(tuple(places), grid.size, order=order)).astype(np.int64)
+    flat: Any = 0
+    axes = range(grid.rank)
+    for axis in reversed(axes) if storage_order else axes:
+        flat = flat * grid.size[axis] + np.clip(places[axis], 0, grid.size[axis] - 1)
+    return (planes + flat).astype(np.int64)
 
 
 @op("AveragePool", since=7)
 def average_pool(
     x: Any, *, auto_pad: str = "NOTSET", ceil_mode: int = 0, count_include_pad: int = 0,
-    dilations: Sequence[int] | None = None, kernel_shape: Sequence[int], pads: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
+    dilations: Ints = None, kernel_shape: Sequence[int], pads: Ints = None,
+    strides: Ints = None,
 ) -> Any:  # fmt: skip
-    """Divide by what a window covers of x, and of the padding asked for with count_include_pad; never of ceil_mode's."""
+    """Divide by what a window covers of x, with count_include_pad also of the padding asked for."""
     grid = window(x.shape[2:], kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
     xp, data = working(x)
     total = _reduce(pad(xp, data, grid), grid, xp.add)
@@ -79,8 +82,8 @@ def _covered(grid: Window, axis: int, include_pad: int) -> np.ndarray:
 
 @op("LpPool", since=2)
 def lp_pool(
-    x: Any, *, auto_pad: str = "NOTSET", ceil_mode: int = 0, dilations: Sequence[int] | None = None,
-    kernel_shape: Sequence[int], p: int = 2, pads: Sequence[int] | None = None, strides: Sequence[int] | None = None,
+    x: Any, *, auto_pad: str = "NOTSET", ceil_mode: int = 0, dilations: Ints = None,
+    kernel_shape: Sequence[int], p: int = 2, pads: Ints = None, strides: Ints = None,
 ) -> Any:  # fmt: skip
     """The p-norm of each window."""
     grid = window(x.shape[2:], kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
@@ -115,10 +118,10 @@ def global_lp_pool(x: Any, *, p: int = 2) -> Any:
 
 @op("MaxUnpool", since=9, host=(1, 2))
 def max_unpool(
-    x: Any, indices: Any, output_shape: Any = None, *, kernel_shape: Sequence[int], pads: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
+    x: Any, indices: Any, output_shape: Any = None, *, kernel_shape: Sequence[int], pads: Ints = None,
+    strides: Ints = None,
 ) -> Any:  # fmt: skip
-    """Put each element at its flat index, which counts in the pool's own input; `output_shape` only adds zeros after it."""
+    """Put each element at its flat index in the pool's own input; `output_shape` only adds zeros after that."""
     rank = x.ndim - 2
     strides, pads = strides or (1,) * rank, pads or (0,) * (2 * rank)
     size = [

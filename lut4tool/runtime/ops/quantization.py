@@ -11,7 +11,7 @@ import numpy as np
 from lut4tool.runtime.dtypes import MLX_OF, numpy_dtype, to_mx, to_numpy
 from lut4tool.runtime.ops.compute import finish, finish_as, numpy_type, working
 from lut4tool.runtime.ops.conv import convolve_host
-from lut4tool.runtime.ops.window import window
+from lut4tool.runtime.ops.window import Ints, window
 from lut4tool.runtime.registry import op
 
 _INTEGERS = {np.dtype(name): np.iinfo(name) for name in ("int8", "uint8", "int16", "uint16", "int32")} | {
@@ -20,7 +20,7 @@ _INTEGERS = {np.dtype(name): np.iinfo(name) for name in ("int8", "uint8", "int16
 
 
 def spread(xp: Any, value: Any, shape: Sequence[int], axis: int, block_size: int) -> Any:
-    """Broadcast a scale or zero point against x of `shape`: one for all, one an index of `axis`, or one a block along it."""
+    """Shape a scale or zero point to broadcast with x: one for all, one an index of `axis`, or one a block along it."""
     if value.size == 1 and value.ndim <= 1:
         return value.reshape(())
     if value.ndim == 1 and not block_size:
@@ -36,7 +36,7 @@ def to_integers(xp: Any, steps: Any, dtype: np.dtype) -> Any:
 
 
 def to_small_float(value: np.ndarray, dtype: np.dtype, saturate: bool) -> np.ndarray:
-    """Round to a float8 or float4 type; beyond its range to its largest value, or with saturate 0 to what the type has."""
+    """Round to a float8 or float4 type; beyond its range to its largest value, or with saturate 0 to Inf or NaN."""
     info = ml_dtypes.finfo(dtype)
     if saturate or dtype == ml_dtypes.float4_e2m1fn:
         value = np.where(np.isnan(value), value, np.clip(value, float(info.min), float(info.max)))
@@ -109,8 +109,8 @@ def _integer_conv(x: np.ndarray, w: np.ndarray, x_zero: Any, w_zero: Any, group:
 @op("ConvInteger", host=(0, 1, 2, 3))
 def conv_integer(
     x: Any, w: Any, x_zero_point: Any = None, w_zero_point: Any = None, *, auto_pad: str = "NOTSET",
-    dilations: Sequence[int] | None = None, group: int = 1, kernel_shape: Sequence[int] | None = None,
-    pads: Sequence[int] | None = None, strides: Sequence[int] | None = None,
+    dilations: Ints = None, group: int = 1, kernel_shape: Ints = None,
+    pads: Ints = None, strides: Ints = None,
 ) -> Any:  # fmt: skip
     """Exact int32; the padding stands for x's zero point."""
     grid = window(x.shape[2:], w.shape[2:], strides, dilations, pads, auto_pad)
@@ -120,8 +120,8 @@ def conv_integer(
 @op("QLinearConv", host=tuple(range(9)))
 def qlinear_conv(
     x: Any, x_scale: Any, x_zero_point: Any, w: Any, w_scale: Any, w_zero_point: Any, y_scale: Any, y_zero_point: Any,
-    b: Any = None, *, auto_pad: str = "NOTSET", dilations: Sequence[int] | None = None, group: int = 1,
-    kernel_shape: Sequence[int] | None = None, pads: Sequence[int] | None = None, strides: Sequence[int] | None = None,
+    b: Any = None, *, auto_pad: str = "NOTSET", dilations: Ints = None, group: int = 1,
+    kernel_shape: Ints = None, pads: Ints = None, strides: Ints = None,
 ) -> Any:  # fmt: skip
     """An exact integer convolution, its int32 bias in units of x_scale * w_scale, requantized half to even."""
     grid = window(x.shape[2:], w.shape[2:], strides, dilations, pads, auto_pad)

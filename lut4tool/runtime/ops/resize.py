@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from lut4tool.runtime.ops.compute import finish, numpy_type, working
+from lut4tool.runtime.ops.window import Ints
 from lut4tool.runtime.registry import op
 
 
@@ -69,7 +70,7 @@ def cubic(xp: Any, distance: Any, a: float) -> Any:
 def _taps(
     x: np.ndarray, axis: Axis, mode: str, a: float, antialias: bool, exclude: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Indices and weights [out, taps] of linear or cubic interpolation at coordinates x; the kernel widens to antialias."""
+    """Indices and weights [out, taps] of linear or cubic interpolation at x; the kernel widens to antialias."""
     radius, shrink = 1 if mode == "linear" else 2, min(axis.scale, 1.0) if antialias else 1.0
     first = floor(-radius / shrink) + 1
     index = np.floor(x)[:, None] + np.arange(first, 2 - first)
@@ -146,7 +147,7 @@ def _axes(
 
 @op("Resize", since=11, host=(1, 2, 3))
 def resize(
-    x: Any, roi: Any = None, scales: Any = None, sizes: Any = None, *, antialias: int = 0, axes: Sequence[int] | None = None,
+    x: Any, roi: Any = None, scales: Any = None, sizes: Any = None, *, antialias: int = 0, axes: Ints = None,
     coordinate_transformation_mode: str = "half_pixel", cubic_coeff_a: float = -0.75, exclude_outside: int = 0,
     extrapolation_value: float = 0.0, keep_aspect_ratio_policy: str = "stretch", mode: str = "nearest",
     nearest_mode: str = "round_prefer_floor",

@@ -11,7 +11,7 @@ import numpy as np
 
 from lut4tool.runtime.ops.compute import finish, numpy_type, working
 from lut4tool.runtime.ops.resize import cubic
-from lut4tool.runtime.ops.window import Window, fold, window
+from lut4tool.runtime.ops.window import Ints, Window, fold, window
 from lut4tool.runtime.registry import op
 
 _CUBIC_A = -0.75
@@ -32,6 +32,8 @@ def sample(
 ) -> Any:
     """Read x [N, C, *size] at pixel coordinates, an array [N, points] a spatial axis: [N, C, points] in x's type."""
     taps: list[list[tuple[Any, Any]]] = []
+    place: Any
+    weight: Any
     for at, length in zip(coordinates, x.shape[2:], strict=True):
         base = xp.round(at) if mode == "nearest" else xp.floor(at)
         offsets = {"nearest": (0,), "linear": (0, 1), "cubic": (-1, 0, 1, 2)}[mode]
@@ -41,8 +43,8 @@ def sample(
             weight = {"nearest": None, "linear": 1 - abs(distance), "cubic": cubic(xp, distance, _CUBIC_A)}[mode]
             index, inside = _index(xp, base + offset, length, padding, align)
             if inside is not None:
-                weight = inside.astype(at.dtype) if weight is None else xp.where(inside, weight, 0 * at)
-            rows.append((xp.where(xp.isfinite(at), index, 0 * index).astype(xp.int32), weight))
+                weight = inside.astype(at.dtype) if weight is None else xp.where(inside, weight, xp.zeros_like(at))
+            rows.append((xp.where(xp.isfinite(at), index, xp.zeros_like(index)).astype(xp.int32), weight))
         taps.append(rows)
     flat = x.reshape(*x.shape[:2], -1)
     total: Any = 0
@@ -58,7 +60,7 @@ def sample(
 
 @op("GridSample", since=20)
 def grid_sample(x: Any, grid: Any, *, align_corners: int = 0, mode: str = "linear", padding_mode: str = "zeros") -> Any:
-    """x [N, C, *size] at grid [N, *out, rank], -1 to 1 over the image, its last axis first; mx has no sampler."""
+    """Sample x [N, C, *size] at grid [N, *out, rank], which is -1 to 1 over the image, its last axis first."""
     xp, data, at = working(x, grid)
     points = at.reshape(at.shape[0], -1, at.shape[-1])
     coordinates = []
@@ -80,7 +82,7 @@ def grid_sample_before_20(
 
 @op("AffineGrid", since=20, host=(1,))
 def affine_grid(theta: Any, size: Any, *, align_corners: int = 0) -> Any:
-    """theta [N, rank, rank + 1] times every point of an image of size [N, C, *size], x first: [N, *size, rank]."""
+    """Multiply theta [N, rank, rank + 1] and each point of an image [N, C, *size], x first: [N, *size, rank]."""
     xp, matrix = working(theta)
     axes = []
     for length in size[2:].tolist():
@@ -93,9 +95,9 @@ def affine_grid(theta: Any, size: Any, *, align_corners: int = 0) -> Any:
 
 @op("DeformConv", since=19)
 def deform_conv(
-    x: Any, w: Any, offset: Any, b: Any = None, mask: Any = None, *, dilations: Sequence[int] | None = None, group: int = 1,
-    kernel_shape: Sequence[int] | None = None, offset_group: int = 1, pads: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
+    x: Any, w: Any, offset: Any, b: Any = None, mask: Any = None, *, dilations: Ints = None, group: int = 1,
+    kernel_shape: Ints = None, offset_group: int = 1, pads: Ints = None,
+    strides: Ints = None,
 ) -> Any:  # fmt: skip
     """A convolution that reads kernel position k of window o at its place plus offset[k, o], weighed by mask[k, o]."""
     xp, data, weight, shift, bias, factor = working(x, w, offset, b, mask)
@@ -123,10 +125,10 @@ def _window_places(grid: Window) -> np.ndarray:
 
 @op("Col2Im", since=18, host=(1, 2))
 def col2im(
-    x: Any, image_shape: Any, block_shape: Any, *, dilations: Sequence[int] | None = None, pads: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
+    x: Any, image_shape: Any, block_shape: Any, *, dilations: Ints = None, pads: Ints = None,
+    strides: Ints = None,
 ) -> Any:  # fmt: skip
-    """x [N, C * prod(block), windows] added up where each window was read from an image [N, C, *image_shape]."""
+    """Add x [N, C * prod(block), windows] up where each window was read from an image [N, C, *image_shape]."""
     xp, data = working(x)
     block = block_shape.tolist()
     grid = window(image_shape.tolist(), block, strides, dilations, pads)

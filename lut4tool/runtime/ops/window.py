@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 
+#: An optional attribute that is a list of integers.
+Ints = Sequence[int] | None
+
 
 @dataclass(frozen=True)
 class Window:
@@ -46,9 +49,9 @@ class Window:
 def window(
     size: Sequence[int],
     kernel: Sequence[int],
-    strides: Sequence[int] | None = None,
-    dilations: Sequence[int] | None = None,
-    pads: Sequence[int] | None = None,
+    strides: Ints = None,
+    dilations: Ints = None,
+    pads: Ints = None,
     auto_pad: str = "NOTSET",
     ceil_mode: int = 0,
 ) -> Window:
@@ -85,7 +88,7 @@ def pad(xp: Any, x: Any, grid: Window, value: Any = 0) -> Any:
 
 
 def views(x: np.ndarray, grid: Window) -> np.ndarray:
-    """A view [N, C, *kernel, *out] of a padded NumPy array: element k, o is what kernel position k of window o reads."""
+    """A view [N, C, *kernel, *out] of a padded NumPy array: what each kernel position of each window reads."""
     spatial = x.strides[2:]
     steps = (
         *(s * d for s, d in zip(spatial, grid.dilations, strict=True)),
@@ -97,7 +100,7 @@ def views(x: np.ndarray, grid: Window) -> np.ndarray:
 
 
 def fold(xp: Any, columns: Any, grid: Window) -> Any:
-    """Add columns [N, C, *kernel, *out] up where each kernel position writes: the transpose of `views`, pads cropped."""
+    """Add columns [N, C, *kernel, *out] up where each kernel position reads: the transpose of `views`, cropped."""
     padded = [n + a + b for n, a, b in zip(grid.size, grid.before, grid.after, strict=True)]
     image = xp.zeros((*columns.shape[:2], *padded), dtype=columns.dtype)
     for position, slices in grid.positions():
