@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
@@ -22,7 +23,10 @@ LITERAL_ELEMENTS = 16
 OPSETS = range(13, 27)
 
 _STANDARD = ("", "ai.onnx")
-_INTEGERS = frozenset(n for name, n in TensorProto.DataType.items() if name.removeprefix("U").startswith("INT"))
+_TYPES = {number: name for name, number in TensorProto.DataType.items()}
+_INTEGERS = frozenset(number for number, name in _TYPES.items() if name.removeprefix("U").startswith("INT"))
+#: Attributes of a Constant that hold numbers, besides `value`: where, and of which type.
+_NUMBERS = {"value_int": ("i", 7), "value_ints": ("ints", 7), "value_float": ("f", 1), "value_floats": ("floats", 1)}
 _RANDOM = frozenset(
     {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
 )
@@ -274,8 +278,9 @@ class Walk:
         met: set[Value] = set()
         while value not in self._sources:
             node = value.definition
-            if not isinstance(node, NodeProto) or not self.is_standard(node, "Identity") or len(node.input) != 1:
+            if not isinstance(node, NodeProto) or not self.is_standard(node, "Identity"):
                 break
+            check(Place(value.scope, node), {})
             if value in met:
                 at.refuse(f"the Identity of value '{value.name}' reads its own output, a cycle")
             met.add(value)
@@ -291,19 +296,18 @@ class Walk:
 
     def origin(self, value: Value) -> Origin:
         """What the value is computed from, through the nodes before it."""
-        waiting, opened = [value], set()
+        waiting: list[Value] = [value]
+        opened: dict[Value, list[Value]] = {}
         while waiting:
-            value = waiting[-1]
-            if value in self._origins:
+            current = waiting[-1]
+            if current in self._origins:
                 waiting.pop()
-                continue
-            before = self._before(value)
-            missing = [earlier for earlier in before if earlier not in self._origins]
-            if missing and value not in opened:
-                opened.add(value)
-                waiting += missing
+            elif current not in opened:
+                opened[current] = self._before(current)
+                waiting += [earlier for earlier in opened[current] if earlier not in self._origins]
             else:  # all known, or a cycle, whose open end counts as constant: the walk will refuse it in words
-                self._origins[value] = self._combine(value, [self._origins.get(v, Origin(True)) for v in before])
+                known = [self._origins.get(earlier, Origin(True)) for earlier in opened[current]]
+                self._origins[current] = self._combine(current, known)
         return self._origins[value]
 
     def decoded(self, value: Value) -> bool:
@@ -330,7 +334,12 @@ class Walk:
             return Origin(True)
         if node.op_type == "Constant":
             return Origin(True, False, any(a.HasField("t") and a.t.data_type in _INTEGERS for a in node.attribute))
-        if not before or node.op_type in _RANDOM or any(a.type == AttributeProto.GRAPH for a in node.attribute):
+        if (
+            not before
+            or len(before) < sum(map(bool, node.input))
+            or node.op_type in _RANDOM
+            or any(a.type == AttributeProto.GRAPH for a in node.attribute)
+        ):
             return Origin(False)
         if node.op_type in ("Shape", "Size"):
             return Origin(before[0].constant)
@@ -446,19 +455,20 @@ class Trail:
         tensor = self.walk.constant(value, place).tensors[0]
         if tensor.data_type != TensorProto.INT64:
             place.refuse(f"literal '{value.name}' is {type_name(tensor.data_type)}, not INT64")
-        if math.prod(tensor.dims) > LITERAL_ELEMENTS:
-            place.refuse(f"literal '{value.name}' has {math.prod(tensor.dims)} elements, more than {LITERAL_ELEMENTS}")
+        size = math.prod(tensor.dims)
+        if size > LITERAL_ELEMENTS:
+            place.refuse(f"literal '{value.name}' has {size} elements, more than {LITERAL_ELEMENTS}")
         if tensor.data_location == TensorProto.EXTERNAL:
             place.refuse(f"literal '{value.name}' is external data; it must be in the model")
-        try:
-            values = onnx.numpy_helper.to_array(tensor).reshape(-1).tolist()
-        except ValueError as error:
-            place.refuse(f"literal '{value.name}' cannot be read ({error})")
+        raw = tensor.raw_data
+        values = struct.unpack(f"<{len(raw) // 8}q", raw[: len(raw) // 8 * 8]) if raw else tuple(tensor.int64_data)
+        if len(values) != size or len(raw) % 8:
+            place.refuse(f"literal '{value.name}' holds {len(raw) or len(values)} bytes or values, not {size} values")
         if isinstance(value.definition, NodeProto):
             self.passed.append(Place(value.scope, value.definition))
         else:
             self.literals[value.name] = tensor
-        return Literal(tuple(values), tuple(tensor.dims))
+        return Literal(values, tuple(tensor.dims))
 
     def nodes(self) -> tuple[NodeProto, ...]:
         """The nodes passed, each once, in topological order: a node's last visit comes before its inputs' last."""
@@ -471,24 +481,25 @@ def check(place: Place, free: Mapping[str, Any]) -> None:
 
     An attribute at its default counts as absent; one at another value is refused unless it is `free`.
     """
-    node = place.node
-    schema = _schema(node.op_type, place.scope.opset)
-    if not schema.min_input <= len(node.input) <= schema.max_input:
-        place.refuse(f"{node.op_type} with {len(node.input)} inputs, not {schema.min_input} to {schema.max_input}")
+    node, opset = place.node, place.scope.opset
+    place.require(opset in OPSETS, f"opset {opset}, not {OPSETS[0]} to {OPSETS[-1]}")
+    least, most, attributes = _signature(node.op_type, opset)
+    if not least <= len(node.input) <= most:
+        place.refuse(f"{node.op_type} with {len(node.input)} inputs, not {least} to {most}")
     if len(node.output) != 1:
         place.refuse(f"{node.op_type} with {len(node.output)} outputs, not one")
-    for attribute in node.attribute:
-        name = attribute.name
-        known = schema.attributes.get(name)
-        if known is None:
+    for written in node.attribute:
+        name = written.name
+        if name not in attributes:
             place.refuse(f"{node.op_type} with unknown attribute '{name}'")
-        if attribute.ref_attr_name:
-            place.refuse(f"{node.op_type} with {name} taken from the function's attribute '{attribute.ref_attr_name}'")
-        if attribute.type != known.type.value:
-            place.refuse(f"{node.op_type} with {name} of another type than {known.type.name}")
+        kind, default = attributes[name]
+        if written.ref_attr_name:
+            place.refuse(f"{node.op_type} with {name} taken from the function's attribute '{written.ref_attr_name}'")
+        if written.type != kind:
+            place.refuse(f"{node.op_type} with {name} of another type than {AttributeProto.AttributeType.Name(kind)}")
         if name in free:
             continue
-        value, default = onnx.helper.get_attribute_value(attribute), _default(node.op_type, place.scope.opset, name)
+        value = onnx.helper.get_attribute_value(written)
         if value != default:
             place.refuse(f"{node.op_type} with {name} {_text(value)}, not {_text(default)}")
 
@@ -514,36 +525,34 @@ def walked(model: onnx.ModelProto) -> bool:
 
 def type_name(number: int) -> str:
     """FLOAT, UINT8, ...: a type as ONNX names it."""
-    return TensorProto.DataType.Name(number) if number in TensorProto.DataType.values() else f"type {number}"
+    return _TYPES.get(number, f"type {number}")
 
 
 def _constant_tensor(place: Place) -> TensorProto:
     """The tensor that a Constant node holds, in any of the attributes that hold numbers."""
-    if len(place.node.attribute) != 1:
-        place.refuse(f"Constant with {len(place.node.attribute)} attributes, not one")
+    check(place, {"value": None, **_NUMBERS})
+    place.require(len(place.node.attribute) == 1, f"Constant with {len(place.node.attribute)} attributes, not one")
     held = place.node.attribute[0]
-    if held.ref_attr_name:
-        place.refuse(f"Constant taken from the function's attribute '{held.ref_attr_name}'")
-    kinds = {"value_int": ("i", 7), "value_ints": ("ints", 7), "value_float": ("f", 1), "value_floats": ("floats", 1)}
-    if held.name == "value" and held.type == AttributeProto.TENSOR:
+    if held.name == "value":
         return held.t
-    if held.name not in kinds:
-        place.refuse(f"Constant with {held.name}; value, value_int(s) or value_float(s) is expected")
-    member, kind = kinds[held.name]
+    member, kind = _NUMBERS[held.name]
     values = getattr(held, member)
     many = held.name.endswith("s")
     return onnx.helper.make_tensor("", kind, [len(values)] if many else [], values if many else [values])
 
 
 @functools.cache
-def _schema(op: str, opset: int) -> Any:
-    return onnx.defs.get_schema(op, opset, "")
-
-
-@functools.cache
-def _default(op: str, opset: int, name: str) -> Any:
-    default = _schema(op, opset).attributes[name].default_value
-    return onnx.helper.get_attribute_value(default) if default.type else None
+def _signature(op: str, opset: int) -> tuple[int, int, dict[str, tuple[int, Any]]]:
+    """Of an ONNX operator: the least and most inputs, and each attribute's type and default (None: it has none)."""
+    schema = onnx.defs.get_schema(op, opset, "")
+    attributes = {
+        name: (
+            known.type.value,
+            onnx.helper.get_attribute_value(known.default_value) if known.default_value.type else None,
+        )
+        for name, known in schema.attributes.items()
+    }
+    return schema.min_input, schema.max_input, attributes
 
 
 def _described(node: NodeProto) -> str:
