@@ -89,7 +89,7 @@ def type_of(value: Any) -> Type | None:
 
 
 def to_mx(value: Any) -> Any:
-    """An mx.array of a NumPy array's own type on the current device; a value without an MLX type comes back as it is."""
+    """An mx.array of a NumPy array's own type on the current device; a value without an MLX type stays as it is."""
     if not isinstance(value, np.ndarray):
         return value
     mlx = MLX_OF.get(value.dtype)

@@ -80,7 +80,7 @@ def loop(node: Node) -> Callable[..., Any]:
 
 @op("Scan", since=9, planned=True)
 def scan(node: Node) -> Callable[..., Any]:
-    """Runs the body over slices of the scan inputs; directions and axes are per input and per output, all 0 by default."""
+    """Runs the body over slices of the scan inputs; directions and axes, per input and output, are 0 by default."""
     body, scanned = node.attributes["body"], node.attributes["num_scan_inputs"]
     carried = len(body.inputs) - scanned
     stacked = len(body.outputs) - carried
