@@ -13,12 +13,12 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx
 import pytest
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 from onnx.backend.test.case.test_case import TestCase
 from onnx.backend.test.loader import load_model_tests
 from onnx.backend.test.runner import Runner
@@ -90,3 +90,43 @@ def check(test: TestCase) -> None:
         if random:
             expected, found = [part * 0 for part in expected], [part * 0 for part in found]
         Runner.assert_similar_outputs(expected, found, test.rtol, test.atol)
+
+
+def single(
+    op_type: str, version: int, inputs: Sequence[Any], attributes: Mapping[str, Any], outputs: int
+) -> onnx.ModelProto:
+    """A model of one operator at one opset version; a None among the inputs is absent."""
+    names = ["" if data is None else f"x{index}" for index, data in enumerate(inputs)]
+    results = [f"y{index}" for index in range(outputs)]
+    node = helper.make_node(op_type, names, results, **attributes)
+    given = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(data.dtype), data.shape)
+        for name, data in zip(names, inputs, strict=True)
+        if name
+    ]
+    graph = helper.make_graph([node], "single", given, [onnx.ValueInfoProto(name=name) for name in results])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", version)], ir_version=8)
+
+
+def against_onnxruntime(
+    op_type: str,
+    version: int,
+    inputs: Sequence[Any],
+    *,
+    outputs: int = 1,
+    rtol: float = 1e-6,
+    atol: float = 1e-7,
+    **attributes: Any,
+) -> None:
+    """Run one operator at one opset version here and in onnxruntime, unoptimized, and compare values and exact types."""
+    import onnxruntime
+
+    from lut4tool.runtime.session import Runtime
+
+    model = single(op_type, version, inputs, attributes, outputs)
+    feeds = {f"x{index}": data for index, data in enumerate(inputs) if data is not None}
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    Runner.assert_similar_outputs(session.run(None, feeds), Runtime(model, device="cpu").run(None, feeds), rtol, atol)

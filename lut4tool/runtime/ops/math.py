@@ -111,7 +111,7 @@ def mod(xp: Any, a: Any, b: Any, *, fmod: int = 0) -> Any:
 
 @op("Pow", since=7)
 def power(xp: Any, x: Any, y: Any) -> Any:
-    """Return x ** y in x's type, y's type being free since 12; a negative power of an integer truncates to 0, 1 or -1."""
+    """Return x ** y in x's type, any type of y since 12; a negative power of an integer truncates to 0, 1 or -1."""
     if xp.issubdtype(x.dtype, xp.floating):
         return xp.power(x, y.astype(x.dtype))
     if xp.issubdtype(y.dtype, xp.floating):
@@ -243,7 +243,7 @@ def gelu(x: Any, *, approximate: str = "none") -> Any:
 
 
 def coerced(x: Any, axis: int) -> Any:
-    """x as a matrix [product of the dimensions before `axis`, product of the rest]: what Softmax means before 13."""
+    """Return x as a matrix [product of the dimensions before `axis`, product of the rest]: Softmax before 13."""
     axis += x.ndim if axis < 0 else 0
     rows = 1
     for size in x.shape[:axis]:
@@ -259,7 +259,9 @@ def _softmax(x: Any, axis: int) -> Any:
     return computed(rows, x) if x.size else x
 
 
-def _log_softmax(x: Any, axis: int) -> Any:
+def log_softmax(x: Any, axis: int) -> Any:
+    """Return x less the logarithm of its summed exponentials along an axis."""
+
     def rows(xp: Any, x: Any) -> Any:
         shifted = x - x.max(axis=axis, keepdims=True)
         return shifted - xp.log(xp.exp(shifted).sum(axis=axis, keepdims=True))
@@ -284,7 +286,7 @@ def _coerced(function: Callable[[Any, int], Any], x: Any, *, axis: int = 1) -> A
 
 _NORMALIZED: Sequence[tuple[str, Callable[[Any, int], Any]]] = (
     ("Softmax", _softmax),
-    ("LogSoftmax", _log_softmax),
+    ("LogSoftmax", log_softmax),
     ("Hardmax", _hardmax),
 )
 for _name, _rows in _NORMALIZED:

@@ -102,18 +102,14 @@ def split_parts(
 
 
 def _slices(x: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> tuple[slice, ...]:
-    """Python slices: a negative step clamps its end to -1, which Python spells None."""
+    """Clamped Python slices; an end before the first element is None."""
     found = [slice(None)] * x.ndim
     axes = range(len(starts)) if axes is None else axes
     steps = [1] * len(starts) if steps is None else steps
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
-        length, start, end, step = x.shape[axis], int(start), int(end), int(step)
-        if step == 0:
-            raise ValueError("a slice's step is 0")
-        low, high = (0, length) if step > 0 else (-1, length - 1)
-        start = min(max(start + length if start < 0 else start, max(low, 0)), high)
-        end = min(max(end + length if end < 0 else end, low), high)
-        found[int(axis)] = slice(start, None if end < 0 else end, step) if length else slice(0, 0)
+        first, last, stride = slice(int(start), int(end), int(step)).indices(x.shape[axis])
+        whole = len(range(first, last, stride)) > 0
+        found[int(axis)] = slice(first, None if last < 0 else last, stride) if whole else slice(0, 0)
     return tuple(found)
 
 
@@ -193,25 +189,21 @@ def where(xp: Any, condition: Any, x: Any, y: Any) -> Any:
 
 
 def _pad(xp: Any, x: Any, pads: Sequence[int], value: Any, axes: Any, mode: str) -> Any:
-    """MLX pads with a constant or the edge only: other modes are a gather an axis; negative pads cut."""
+    """MLX pads with a constant or the edge only: other modes are a gather an axis; negative pads cut first."""
     places = range(x.ndim) if axes is None else [int(axis) % x.ndim for axis in axes]
     around = {axis: (int(pads[i]), int(pads[i + len(places)])) for i, axis in enumerate(places)}
-    if mode != "constant":
-        for axis, (before, after) in around.items():
-            if before or after:
-                index = _source(np.arange(-before, x.shape[axis] + after), x.shape[axis], mode)
-                x = xp.take(x, xp.array(index), axis=axis)
-        return x
     cuts = [around.get(axis, (0, 0)) for axis in range(x.ndim)]
-    x = x[
-        tuple(
-            slice(max(0, -before), size - max(0, -after)) for (before, after), size in zip(cuts, x.shape, strict=True)
-        )
-    ]
-    widths = [(max(0, before), max(0, after)) for before, after in cuts]
-    if value is None:
-        value = xp.zeros((), dtype=x.dtype)
-    return xp.pad(x, widths, constant_values=value.reshape(())) if widths else x
+    inside = [slice(max(0, -low), size - max(0, -high)) for (low, high), size in zip(cuts, x.shape, strict=True)]
+    x = x[tuple(inside)]
+    widths = [(max(0, low), max(0, high)) for low, high in cuts]
+    if mode == "constant":
+        fill = xp.zeros((), dtype=x.dtype) if value is None else value.reshape(())
+        return xp.pad(x, widths, constant_values=fill) if widths else x
+    for axis, (before, after) in enumerate(widths):
+        if before or after:
+            index = _source(np.arange(-before, x.shape[axis] + after), x.shape[axis], mode)
+            x = xp.take(x, xp.array(index), axis=axis)
+    return x
 
 
 def _source(positions: np.ndarray, length: int, mode: str) -> np.ndarray:
