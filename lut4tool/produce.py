@@ -461,9 +461,11 @@ def quantize_file(
     """
     name, out = os.fspath(source), os.fspath(target)
     model = read_model(name)
-    check_target(name, out, force)
     if Path(out).exists() and not force:
-        raise ProduceError(f"{out} is the model itself, whose float weights would be lost; --force replaces it")
+        same = Path(out).samefile(name)
+        why = "is the model itself, whose float weights would be lost" if same else "exists"
+        raise ProduceError(f"{out} {why}; --force replaces it")
+    check_target(name, out, force=True)
     tensors = Tensors(str(Path(name).parent), allow_external)
     options = {"codebook": codebook, "block_size": block_size, "rounding": rounding, "match": match}
     before = model.ByteSize() + sum(nbytes(tensor) for tensor in external_tensors(model))
