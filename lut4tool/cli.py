@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -175,11 +176,10 @@ def _write_report(path: Path, document: dict[str, Any], title: str) -> None:
         return
     from rich.console import Console
 
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        page = Console(file=nowhere, record=True, width=160, highlight=False)
-        page.print(title)
-        _print_sites(page, document, "rewritten")
-        write_atomic(path, page.export_html(inline_styles=True).encode())
+    page = Console(file=io.StringIO(), record=True, width=160, highlight=False)
+    page.print(title)
+    _print_sites(page, document, "rewritten")
+    write_atomic(path, page.export_html(inline_styles=True).encode())
 
 
 def _print_sites(console: Console, document: dict[str, Any], key: str) -> None:
@@ -259,9 +259,14 @@ def run(
     json_output: JsonOption = False,
 ) -> None:
     """Run a model with MLX and print its outputs, times and the kernels that served."""
+    import time
+
     from lut4tool.recognize import recognize
     from lut4tool.runtime.running import run_model
+    from lut4tool.runtime.session import Runtime
     from lut4tool.storage import Tensors, read_model
+
+    start = time.perf_counter()
 
     proto = read_model(model)
     tensors = Tensors(model.parent, tuple(allow_external or ()))
@@ -271,13 +276,13 @@ def run(
         with _progress() as progress:
             rewrite_model(proto, tensors, progress=progress)
     left = 0 if rewrite_first else len(recognize(proto).proofs)
+    runtime = Runtime(proto, device, tensors)
     result = run_model(
-        proto,
-        tensors,
+        runtime,
+        load_milliseconds=(time.perf_counter() - start) * 1000,
         given=(*([str(inputs)] if inputs else ()), *(one or ())),
         random_seed=seed if random else None,
         dims=tuple(dim or ()),
-        device=device,
         repeat=repeat,
         warmup=warmup,
         profile=profile,
@@ -367,8 +372,8 @@ def quantize(
         console = _console()
         for row in document["quantized"]:
             console.print(
-                f"quantized {escape(row['weight'])} {row['rows']} x {row['cols']}: largest error {row['max_error']:.3g},"
-                f" rms {row['rms_error']:.3g} of its block's largest value"
+                f"quantized {escape(row['weight'])} {row['rows']} x {row['cols']}:"
+                f" largest error {row['max_error']:.3g}, rms {row['rms_error']:.3g} of its block's largest value"
             )
         for row in document["left"]:
             console.print(f"left {escape(row['weight'])}: {escape(row['reason'])}")
@@ -428,10 +433,13 @@ def selftest(
     """Check every kernel of this machine against float64 on the host; exit 4 where one is out of its bound."""
     from rich.table import Table
 
-    from lut4tool.kernels.selftest import selftest as run_selftest
+    from lut4tool.runtime import backend  # first: it readies MLX for everything that imports it
 
+    from lut4tool.kernels.selftest import selftest as run_selftest  # isort: skip
+
+    chosen = backend.device(device)
     with _progress() as progress:
-        result = run_selftest(device, progress=progress)
+        result = run_selftest(chosen, backend.kind(chosen), progress=progress)
     document = result.to_json()
     if json_output:
         _print_json(document)
