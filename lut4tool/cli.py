@@ -326,8 +326,12 @@ def _print_run(console: Console, document: dict[str, Any]) -> None:
             figures = [f"{row[key]:.3g}" if row[key] is not None else "-" for key in ("max_abs", "max_rel", "cosine")]
             table.add_row(escape(row["name"]), *figures, nans, "yes" if row["within"] else f"no: {row['why']}")
         console.print(table)
+    served: dict[str, list[str]] = {}
     for kernel in document["kernels"]:
-        console.print(f"{escape(kernel['node'])}: {kernel['kernel']}")
+        served.setdefault(kernel["kernel"], []).append(kernel["node"])
+    for kernel, nodes in served.items():
+        more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+        console.print(f"{escape(nodes[0])}{more}: kernel {kernel}")
     times = document["milliseconds"]
     console.print(
         f"load {document['load_milliseconds']:.1f} ms, run {times['median']:.2f} ms"
@@ -335,7 +339,10 @@ def _print_run(console: Console, document: dict[str, Any]) -> None:
         f" peak memory {_size(document['peak_bytes'])}"
     )
     for row in document["profile"]:
-        console.print(f"{row['milliseconds']:9.3f} ms  {row['count']:5d}  {row['op']}  {row['where']}")
+        what = f"{row['op']} {row['type']} {row['shape']}"
+        console.print(
+            f"{row['milliseconds']:9.3f} ms {row['count']:5d} x {what:40} {row['where']:10} {_size(row['bytes'])}"
+        )
 
 
 @app.command()

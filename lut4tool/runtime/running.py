@@ -16,6 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from lut4tool.runtime import backend
 from lut4tool.runtime.dtypes import BY_NUMBER, type_of
 from lut4tool.runtime.feeds import ValueInfo
 from lut4tool.runtime.graph import RunError
@@ -108,7 +109,9 @@ def run_model(
         save_npz(save, outputs)
     compared = compare(outputs, load_npz(expected), rtol, atol) if expected is not None else []
     kernels = [{"node": node, "kernel": str(choice)} for node, choice in runtime.kernels.items()]
-    return RunResult(outputs, load_milliseconds, times, str(runtime.device), _peak_bytes(), kernels, compared, rows)
+    return RunResult(
+        outputs, load_milliseconds, times, backend.kind(runtime.device), _peak_bytes(), kernels, compared, rows
+    )
 
 
 # -- feeds
