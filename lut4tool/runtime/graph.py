@@ -62,7 +62,7 @@ class Graph:
     ) -> None:
         self.frame, self.steps, self.captured, self.types = frame, tuple(steps), captured, tuple(types)
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
-        self._emptied = tuple(slot for slot in dict.fromkeys(self.outputs) if slot in own)
+        self._emptied = tuple(slot for slot in dict.fromkeys((*self.outputs, *self.inputs)) if slot in own)
         self.watch(lambda step: step.call)
 
     def watch(self, calls: Callable[[Step], Call]) -> None:
