@@ -128,8 +128,8 @@ def read_feeds(given: Sequence[str], inputs: Sequence[ValueInfo]) -> dict[str, n
         elif value.endswith(".npy"):
             feeds[name] = _load(Path(value))
         else:
-            feeds[name] = _number(name, value)
-    return {name: as_declared(array, declared[name]) if name in declared else array for name, array in feeds.items()}
+            feeds[name] = _literal(name, value, declared.get(name))
+    return {name: _viewed(array, declared[name]) if name in declared else array for name, array in feeds.items()}
 
 
 def _dtype(info: ValueInfo) -> np.dtype | None:
@@ -138,25 +138,25 @@ def _dtype(info: ValueInfo) -> np.dtype | None:
     return kind.numpy if kind is not None else None
 
 
-def _number(name: str, text: str) -> np.ndarray:
+def _literal(name: str, text: str, info: ValueInfo | None) -> np.ndarray:
+    """A number or a JSON list from the command line, in the declared type where that holds it."""
     try:
-        return np.array(json.loads(text))
-    except json.JSONDecodeError as error:
+        array = np.array(json.loads(text))
+    except ValueError as error:
         raise RunError(f"-i {name}={text}: a name ending in .npy, a number or a JSON list is expected") from error
-
-
-def as_declared(array: np.ndarray, info: ValueInfo) -> np.ndarray:
-    """View raw bytes as the declared type (npz files have no bfloat16, int4 or float8); give JSON numbers that type."""
-    wanted = _dtype(info)
-    if wanted is None or array.dtype == wanted:
+    dtype = _dtype(info) if info is not None else None
+    if dtype is None or array.dtype.kind not in "biuf":
         return array
-    raw = array.dtype.kind == "V" or array.dtype == np.dtype(f"u{wanted.itemsize}")
-    if wanted.kind == "V" or wanted.name in ml_dtypes.__all__:
-        return array.view(wanted) if raw and array.dtype.itemsize == wanted.itemsize else array
-    if array.dtype in (np.dtype(np.int64), np.dtype(np.float64)) and array.size <= _RANDOM_INTEGERS:
-        cast = array.astype(wanted)
-        return cast if np.array_equal(cast, array) or wanted.kind == "f" else array
-    return array
+    cast = array.astype(dtype)
+    return cast if dtype.kind not in "biu" or np.array_equal(cast, array) else array
+
+
+def _viewed(array: np.ndarray, info: ValueInfo) -> np.ndarray:
+    """View raw bytes as the declared type: NumPy's files have no bfloat16, int4 or float8."""
+    dtype = _dtype(info)
+    if dtype is None or dtype.name not in ml_dtypes.__all__ or array.dtype.itemsize != dtype.itemsize:
+        return array
+    return array.view(dtype) if array.dtype.kind in "Vu" else array
 
 
 def _load(path: Path) -> Any:

@@ -1,0 +1,322 @@
+"""The command line: exit status, one-line errors, JSON alone on stdout, files whole."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from build import build
+from lut4tool import cli
+
+
+class Result(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """Run a command in an empty folder and in this process."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["lut4tool", *map(str, words)])
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            status = stop.code if isinstance(stop.code, int) else 0
+        return Result(status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    """A model with one chain."""
+    path = tmp_path / "chain.onnx"
+    onnx.save(build(rows=12, cols=10, block=8).model, path)
+    return path
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """A model with nothing to rewrite: y = x + x."""
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4])
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "x"], ["y"])], "g", [value], [helper.make_tensor_value_info("y", 1, ["n", 4])]
+    )
+    path = tmp_path / "plain.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), path)
+    return path
+
+
+def test_help_names_every_command_and_version_is_printed(run: Run) -> None:
+    result = run("--help")
+    assert result.status == 0
+    for command in ("rewrite", "inspect", "run", "quantize", "ops", "demo", "selftest"):
+        assert re.search(rf"\b{command}\b", result.out)
+    assert run("--version").out.startswith("lut4tool 0.")
+
+
+@pytest.mark.parametrize(
+    "words", [["nope"], ["rewrite"], ["run", "m.onnx", "--repeat", "0"], ["rewrite", "--what", "a"]]
+)
+def test_usage_errors_exit_2(run: Run, words: list[str]) -> None:
+    assert run(*words).status == 2
+
+
+def test_rewrite_json_is_alone_on_stdout(run: Run, chain: Path, tmp_path: Path) -> None:
+    result = run("rewrite", chain, "out.onnx", "--json", "--report", "report.json", "--verify")
+    assert result.status == 0
+    document = json.loads(result.out)
+    (site,) = document["rewritten"]
+    assert {key: site[key] for key in ("op", "rows", "cols", "block_size", "weight_dtype", "bytes")} == {
+        "op": "Lookup4MatMul",
+        "rows": 12,
+        "cols": 10,
+        "block_size": 8,
+        "weight_dtype": "float32",
+        "bytes": "kept",
+    }
+    assert site["witness"] == {"compared": 120, "elements": 120, "all": True}
+    assert document["refused"] == []
+    assert json.loads(Path("report.json").read_text()) == document
+    assert onnx.load("out.onnx").functions[0].name == "Lookup4MatMul"
+
+
+def test_rewrite_writes_a_self_contained_page(run: Run, chain: Path) -> None:
+    assert run("rewrite", chain, "out.onnx", "--report", "report.html").status == 0
+    page = Path("report.html").read_text()
+    assert "Lookup4MatMul" in page
+    assert "http" not in re.sub(r"http://www\.w3\.org\S*", "", page)
+    result = run("rewrite", chain, "other.onnx", "--report", "report.pdf")
+    assert result.status == 2
+    assert not Path("other.onnx").exists()
+
+
+def test_rewrite_refuses_to_replace_without_force(run: Run, chain: Path) -> None:
+    Path("out.onnx").write_bytes(b"mine")
+    result = run("rewrite", chain, "out.onnx")
+    assert (result.status, Path("out.onnx").read_bytes()) == (1, b"mine")
+    assert "--force" in result.err
+    assert run("rewrite", chain, "out.onnx", "--force").status == 0
+    assert run("rewrite", chain, chain).status == 0  # in place needs none
+    assert chain.read_bytes() == Path("out.onnx").read_bytes()
+
+
+def test_dry_run_writes_nothing(run: Run, chain: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    assert run("rewrite", chain, "out.onnx", "--dry-run").status == 0
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_nothing_to_rewrite_exits_3_and_writes_nothing(run: Run, plain: Path) -> None:
+    result = run("rewrite", plain, "out.onnx", "--json")
+    assert (result.status, json.loads(result.out)["rewritten"]) == (3, [])
+    assert not Path("out.onnx").exists()
+
+
+def test_inspect_says_found_and_refused(run: Run, plain: Path, chain: Path) -> None:
+    found = json.loads(run("inspect", chain, "--json").out)
+    assert [site["op"] for site in found["found"]] == ["Lookup4MatMul"]
+    assert found["operators"]["MatMul"] == 1
+    assert found["packed_bytes"] == 60 + 4 * 15 + 64  # 15 blocks of 8
+    assert found["dense_bytes"] == 4 * 120
+    wrong = onnx.load(chain)
+    next(node for node in wrong.graph.node if node.op_type == "Concat").attribute[0].i = 0
+    onnx.save(wrong, "wrong.onnx")
+    refused = run("inspect", "wrong.onnx")
+    assert (refused.status, "Concat with axis 0, not 1" in refused.out) == (0, True)
+    assert "no 4-bit decode chain found" in run("inspect", plain).out
+
+
+def test_a_run_equals_numpy_and_says_what_ran(run: Run, plain: Path) -> None:
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    np.savez("x.npz", x=x)
+    np.savez("expected.npz", y=2 * x)
+    result = run("run", plain, "--inputs", "x.npz", "--outputs", "y.npz", "--expected", "expected.npz", "--json")
+    assert result.status == 0
+    document = json.loads(result.out)
+    assert document["expected"][0]["within"]
+    assert (document["device"], document["milliseconds"]["count"]) == ("cpu", 1)
+    np.testing.assert_array_equal(np.load("y.npz")["y"], 2 * x)
+    np.savez("expected.npz", y=2 * x + 1)
+    result = run("run", plain, "--inputs", "x.npz", "--expected", "expected.npz")
+    assert result.status == 4
+    assert "8 of 8 elements" in result.out
+    np.save("x.npy", x)
+    assert run("run", plain, "-i", "x=x.npy", "--expected", "expected.npz", "--atol", "1").status == 0
+
+
+def test_run_advises_a_rewrite_and_can_do_it(run: Run, chain: Path) -> None:
+    left = run("run", chain, "--random", "--outputs", "left.npz", "--json")
+    assert (left.status, json.loads(left.out)["kernels"]) == (0, [])
+    assert "lut4tool rewrite" in left.err
+    assert left.err.count("\n") == 1
+    done = run("run", chain, "--rewrite", "--random", "--expected", "left.npz", "--json")
+    assert (done.status, done.err) == (0, "")
+    assert json.loads(done.out)["kernels"][0]["kernel"].startswith("reference")
+
+
+def test_random_inputs_take_seed_and_dimensions(run: Run, plain: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert run("run", plain, "--random", "--seed", seed, "--dim", "n=3", "--outputs", f"{name}.npz").status == 0
+    a, b, c = (np.load(f"{name}.npz")["y"] for name in "abc")
+    assert a.shape == (3, 4)
+    assert np.array_equal(a, b)
+    assert not np.array_equal(a, c)
+
+
+def test_bfloat16_travels_through_npz(run: Run, tmp_path: Path) -> None:
+    value = helper.make_tensor_value_info("x", TensorProto.BFLOAT16, [3])
+    graph = helper.make_graph(
+        [helper.make_node("Neg", ["x"], ["y"])],
+        "g",
+        [value],
+        [helper.make_tensor_value_info("y", TensorProto.BFLOAT16, [3])],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), "half.onnx")
+    x = np.array([1.5, -2, 3], ml_dtypes.bfloat16)
+    np.savez("x.npz", x=x.view(np.uint16))
+    np.savez("y.npz", y=(-x).view(np.uint16))
+    result = run("run", "half.onnx", "--inputs", "x.npz", "--expected", "y.npz", "--outputs", "z.npz")
+    assert result.status == 0, result.err
+    np.testing.assert_array_equal(np.load("z.npz")["y"], (-x).view(np.uint16))
+
+
+def test_a_profile_is_a_chrome_trace(run: Run, plain: Path) -> None:
+    assert run("run", plain, "--random", "--profile", "t.json").status == 0
+    events = json.loads(Path("t.json").read_text())["traceEvents"]
+    assert any("Add" in event["name"] for event in events)
+
+
+@pytest.mark.parametrize(
+    ("words", "fragment"),
+    [
+        (["inspect", "missing.onnx"], "missing.onnx"),
+        (["rewrite", "missing.onnx", "out.onnx"], "missing.onnx"),
+        (["run", "missing.onnx"], "missing.onnx"),
+        (["run", "cut.onnx", "--random"], "cut short"),
+        (["rewrite", "cut.onnx", "out.onnx"], "cut short"),
+        (["quantize", "cut.onnx", "out.onnx"], "cut short"),
+        (["inspect", "noise.onnx"], "not an ONNX model"),
+        (["run", "plain.onnx"], "input 'x' is missing"),
+        (["run", "plain.onnx", "-i", "z=1"], "'z'"),
+        (["run", "plain.onnx", "-i", "x=what"], "a number"),
+        (["run", "plain.onnx", "--inputs", "missing.npz"], "missing.npz"),
+        (["run", "plain.onnx", "--inputs", "noise.onnx"], "noise.onnx"),
+        (["run", "plain.onnx", "--random", "--dim", "n"], "name=number"),
+        (["run", "plain.onnx", "--random", "--device", "tpu"], "tpu"),
+        (["run", "plain.onnx", "--inputs", "wrong_type.npz"], "tensor(float)"),
+        (["run", "plain.onnx", "--inputs", "wrong_rank.npz"], "rank"),
+        (["run", "plain.onnx", "--random", "--expected", "wrong_name.npz"], "no output 'q'"),
+        (["run", "unknown.onnx", "--random"], "NoSuchOperator"),
+        (["run", "plain.onnx", "--random", "--outputs", "no/such/folder/y.npz"], "no/such/folder"),
+        (["rewrite", "chain.onnx", "no/such/folder/out.onnx"], "no/such/folder"),
+    ],
+)
+def test_bad_input_gives_one_clear_line(run: Run, plain: Path, chain: Path, words: list[str], fragment: str) -> None:
+    Path("cut.onnx").write_bytes(chain.read_bytes()[:300])
+    Path("noise.onnx").write_bytes(np.random.default_rng(0).bytes(500))
+    np.savez("wrong_type.npz", x=np.zeros((1, 4), np.float64))
+    np.savez("wrong_rank.npz", x=np.zeros(4, np.float32))
+    np.savez("wrong_name.npz", q=np.zeros(4, np.float32))
+    unknown = onnx.load(plain)
+    unknown.graph.node[0].op_type = "NoSuchOperator"
+    onnx.save(unknown, "unknown.onnx")
+    before = sorted(Path().iterdir())
+    result = run(*words)
+    assert (result.status, result.out) == (1, "")
+    assert fragment in result.err
+    assert result.err.startswith("lut4tool: ")
+    assert result.err.count("\n") == 1
+    assert sorted(Path().iterdir()) == before
+
+
+def test_an_unforeseen_error_is_one_line_too(run: Run, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lut4tool.recognize import summary
+
+    monkeypatch.setattr(summary, "read_model", lambda path: 1 / 0)
+    result = run("inspect", plain)
+    assert result.status == 1
+    assert re.fullmatch(r"lut4tool: internal error, ZeroDivisionError: .*\n", result.err)
+    monkeypatch.setenv("LUT4TOOL_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        run("inspect", plain)
+
+
+def test_a_wrong_witness_exits_4_and_writes_nothing(run: Run, chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lut4tool.recognize import witness
+
+    decode = witness.native.decode_elements
+    monkeypatch.setattr(witness.native, "decode_elements", lambda *a, **k: decode(*a, **k) + np.float32(1))
+    result = run("rewrite", chain, "out.onnx")
+    assert (result.status, Path("out.onnx").exists()) == (4, False)
+
+
+def test_quantize_then_rewrite(run: Run) -> None:
+    weight = np.random.default_rng(0).standard_normal((32, 48), np.float32)
+    Path("float.onnx").write_bytes(_float_model(weight))
+    result = run("quantize", "float.onnx", "chain.onnx", "--block-size", "16", "--codebook", "fp4", "--json")
+    assert result.status == 0
+    assert json.loads(result.out)["quantized"][0]["rows"] == 32
+    assert run("rewrite", "chain.onnx", "out.onnx").status == 0
+    assert run("quantize", "float.onnx", "none.onnx", "--match", "nothing").status == 3
+
+
+def _float_model(weight: np.ndarray) -> bytes:
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", weight.shape[0]])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", weight.shape[1]])],
+        [onnx.numpy_helper.from_array(weight, "w")],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString()
+
+
+def test_ops_lists_what_runs(run: Run) -> None:
+    operators = json.loads(run("ops", "--json").out)["operators"]
+    assert {"domain": "ai.lut4tool", "op": "Lookup4MatMul", "since": 1, "until": None} in operators
+    assert "ai.onnx::MatMul" in run("ops").out
+
+
+def test_selftest_holds_every_bound(run: Run) -> None:
+    document = json.loads(run("selftest", "--device", "cpu", "--json").out)
+    assert document["cases"]
+    assert all(case["ok"] for case in document["cases"])
+
+
+def test_without_mlx_rewrite_works_and_run_names_the_extra(chain: Path, tmp_path: Path) -> None:
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'mlx'\", name='mlx')")
+    command = [sys.executable, "-m", "lut4tool.cli"]
+    environment = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parent.parent}", "PATH": "/usr/bin:/bin"}
+
+    def call(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    assert call("rewrite", "chain.onnx", "out.onnx").returncode == 0
+    assert call("inspect", "out.onnx").returncode == 0
+    result = call("run", "out.onnx", "--random")
+    assert result.returncode == 1
+    assert "lut4tool[cpu]" in result.stderr
+    assert result.stderr.count("\n") == 1
