@@ -81,7 +81,7 @@ LOOP = """g (int64 m, bool c, float limit, float[2] x) =>
         (float[2] last, float total, float[K, 2] rows, int64[K] steps) {{
     zero = Constant <value_float = 0.0> ()
     last, total, rows, steps = Loop ({m}, {c}, x, zero) <
-        body = b (int64 i, bool on, float[2] s, float t) => (bool go, float[2] s2, float t2, float[2] row, int64 step) {{
+        body = b (int64 i, bool c, float[2] s, float t) => (bool go, float[2] s2, float t2, float[2] row, int64 step) {{
             s2 = Mul(s, x)
             sum = ReduceSum <keepdims = 0> (s2)
             t2 = Add(t, sum)
