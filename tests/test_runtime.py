@@ -327,7 +327,8 @@ def test_every_problem_of_a_model_is_in_one_report() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("g (float[N] x) => (float[N] y) { [n] y = Relu(a) a = Exp(x) }", "node 'n' reads 'a', which is computed after it: the"),
+        ("g (float[N] x) => (float[N] y) { [n] y = Relu(a) a = Exp(x) }",
+         "node 'n' reads 'a', which is computed after it: the"),
         ("g (float[N] x) => (float[N] y) { [n] a = Add(x, y) y = Relu(a) }", "or has a cycle"),
         ("g (float[N] x) => (float[N] y) { y = Relu(x) y = Exp(x) }", "the name 'y' is defined twice"),
         ("g (float[N] x, float[N] x) => (float[N] y) { y = Relu(x) }", "the name 'x' is defined twice"),
