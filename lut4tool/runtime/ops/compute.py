@@ -24,11 +24,16 @@ def on_host() -> bool:
 def working(*values: Any) -> tuple[Any, ...]:
     """Return (xp, *values) ready to compute: NumPy views on a CPU, mx arrays elsewhere; halves widened to float32.
 
-    Where MLX lacks the type (float64 on a GPU), all of them are NumPy arrays too. None stays None.
+    Where MLX lacks the type, and for float64, which MLX convolves in float32, all of them are NumPy arrays too. None
+    stays None.
     """
-    host = on_host() or any(to_mx(value) is value and isinstance(value, np.ndarray) for value in values)
+    host = on_host() or any(isinstance(value, np.ndarray) and to_mx(value) is value or _wide(value) for value in values)
     xp: Any = np if host else mx
     return xp, *(None if value is None else _widened(to_numpy(value) if host else to_mx(value)) for value in values)
+
+
+def _wide(value: Any) -> bool:
+    return isinstance(value, mx.array) and value.dtype == mx.float64
 
 
 def _widened(value: Any) -> Any:
