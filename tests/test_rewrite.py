@@ -481,8 +481,10 @@ def test_places_that_cannot_be_written(built, tmp_path):
     source = write(built.model, tmp_path / "in.onnx")
     with pytest.raises(RewriteError, match=r"the folder .* does not exist"):
         rewrite(source, tmp_path / "none" / "out.onnx")
-    with pytest.raises(RewriteError, match="is a folder"):
-        rewrite(source, tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for target in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(RewriteError, match="not a regular file"):
+            rewrite(source, target, force=True)
     with pytest.raises(StorageError, match="no such file"):
         rewrite(tmp_path / "none.onnx", tmp_path / "out.onnx")
     assert files(tmp_path).keys() == {"in.onnx"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import onnx
@@ -13,7 +14,7 @@ from lut4tool.recognize import recognize
 from lut4tool.recognize.proof import Proof, Refusal, Witness
 from lut4tool.recognize.summary import distinct_weights
 from lut4tool.rewrite.edit import RewriteError, apply
-from lut4tool.rewrite.save import Progress, check_target, save
+from lut4tool.rewrite.save import Progress, check_target, save, serialized
 from lut4tool.storage import PathLike, Tensors, nbytes, read_model
 
 __all__ = ["RewriteError", "RewriteReport", "rewrite", "rewrite_model"]
@@ -24,17 +25,17 @@ class RewriteReport:
     """What a rewrite did, site by site; sizes in bytes, each distinct weight counted once.
 
     rewritten: proof and witness of each site (None where no witness was asked for).
-    input_bytes, output_bytes: the proto before and after, external data not counted.
+    input_bytes, output_bytes: the proto's file before and after, external data not counted; 0 without files.
     packed_bytes, dense_bytes: the proved weights as stored, and decoded to float32.
     notes: sentences for the user.
     """
 
     rewritten: tuple[tuple[Proof, Witness | None], ...]
     refused: tuple[Refusal, ...]
-    input_bytes: int
-    output_bytes: int
     packed_bytes: int
     dense_bytes: int
+    input_bytes: int = 0
+    output_bytes: int = 0
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -70,15 +71,18 @@ def rewrite(
     is rewritten, on `dry_run`, or on any error. `progress(what, done, total)` is called now and then.
     Raises StorageError for files, RewriteError for a place or a model, WitnessMismatch where a proof does not hold.
     """
-    source, target = os.fspath(src), os.fspath(dst)
+    source, target = Path(src), os.fspath(dst)
     model = read_model(source)
-    check_target(source, target, force or dry_run)
-    tensors = Tensors(os.path.dirname(source), allow_external)  # noqa: PTH120, a link's folder is meant as written
+    size = source.stat().st_size
+    check_target(str(source), target, force or dry_run)
+    tensors = Tensors(source.parent, allow_external)
     report = rewrite_model(model, tensors, verify=verify, vendor=vendor, progress=progress)
-    if dry_run or not report.rewritten:
-        return report
-    written, notes = save(model, source, target, tensors, progress)
-    return replace(report, output_bytes=written, notes=(*report.notes, *notes))
+    written, notes = size, tuple[str, ...]()
+    if report.rewritten and dry_run:
+        written = len(serialized(model) or b"")
+    elif report.rewritten:
+        written, notes = save(model, str(source), target, tensors, progress)
+    return replace(report, input_bytes=size, output_bytes=written, notes=notes)
 
 
 def rewrite_model(
@@ -95,15 +99,12 @@ def rewrite_model(
     On an error the model is as it was.
     """
     found = recognize(model, vendor=vendor)
-    size = model.ByteSize()
     witnesses = _witnesses(found.proofs, tensors, verify, progress) if witness else [None] * len(found.proofs)
     distinct = distinct_weights(found.proofs)
     apply(model, found.proofs)
     return RewriteReport(
         tuple(zip(found.proofs, witnesses, strict=True)),
         found.refusals,
-        size,
-        model.ByteSize(),
         sum(nbytes(tensor) for proof in distinct for tensor in proof.tensors.values()),
         sum(4 * proof.rows * proof.cols for proof in distinct),
     )

@@ -33,7 +33,7 @@ def apply(model: onnx.ModelProto, proofs: Sequence[Proof]) -> None:
     """
     if not proofs:
         return
-    bodies = _missing_bodies(model, sorted({proof.op for proof in proofs}))
+    bodies = _missing_bodies(model, sorted({proof.op for proof in proofs}), default_opset(model) or proofs[0].opset)
     if model.ir_version < _FREE_INITIALIZERS_IR:
         _drop_initializer_inputs(model.graph)
     for function in sorted({proof.site.function for proof in proofs}, key=lambda index: -1 if index is None else index):
@@ -206,7 +206,7 @@ def _put_first(field: Any, elements: Sequence[Any]) -> None:
         field.sort(key=lambda _: next(order))
 
 
-def _missing_bodies(model: onnx.ModelProto, ops: Sequence[str]) -> list[onnx.FunctionProto]:
+def _missing_bodies(model: onnx.ModelProto, ops: Sequence[str], opset: int) -> list[onnx.FunctionProto]:
     """Bodies that the model does not have yet; raise RewriteError where it has another one, or another version."""
     from lut4tool.rewrite.functions import body  # imports onnxscript, half a second
 
@@ -215,7 +215,7 @@ def _missing_bodies(model: onnx.ModelProto, ops: Sequence[str]) -> list[onnx.Fun
             raise RewriteError(f"the model imports {DOMAIN} at version {entry.version}; this lut4tool writes {VERSION}")
     missing = []
     for op in ops:
-        ours = body(op, default_opset(model))
+        ours = body(op, opset)
         found = [entry for entry in model.functions if (entry.domain, entry.name) == (DOMAIN, op)]
         if not found:
             missing.append(ours)

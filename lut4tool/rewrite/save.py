@@ -9,6 +9,7 @@ from pathlib import PurePath
 from typing import BinaryIO
 
 import onnx
+from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
 
 from lut4tool import storage
 from lut4tool.rewrite.edit import RewriteError
@@ -27,15 +28,15 @@ def check_target(source: str, target: str, force: bool) -> None:
     folder = os.path.dirname(target) or "."
     if not os.path.isdir(folder):
         raise RewriteError(f"cannot write {target}: the folder {folder} does not exist")
-    if os.path.isdir(target):
-        raise RewriteError(f"cannot write {target}: it is a folder")
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise RewriteError(f"cannot write {target}: it is not a regular file")
     if os.path.exists(target) and not os.path.samefile(source, target) and not force:
         raise RewriteError(f"{target} exists; --force replaces it, and OUT equal to IN rewrites in place")
 
 
 def save(
     model: onnx.ModelProto, source: str, target: str, tensors: Tensors, progress: Progress | None = None
-) -> tuple[int, list[str]]:
+) -> tuple[int, tuple[str, ...]]:
     """Write `model`, read from `source`, to `target`; return the bytes of its proto and notes for the user.
 
     External data is kept by reference where both are in one folder, otherwise copied under its name or, where that
@@ -46,18 +47,29 @@ def save(
     try:
         with storage.temporary(target) as file:
             notes = _place_data(model, source, target, tensors, made, progress)
-            if model.ByteSize() > storage.PROTO_LIMIT:
+            data = serialized(model)
+            if data is None:
                 notes.append(_move_out(model, target, made))
-            size = file.write(model.SerializeToString())
+                data = model.SerializeToString()
+            size = file.write(data)
             written = os.fstat(file.fileno())
             storage.commit(file, target)
-            return size, notes
+            return size, tuple(notes)
     except BaseException as error:
         if written is None or not _is_file(target, written):
             _remove(made)
         if isinstance(error, OSError):
             raise StorageError(f"cannot write {target}: {storage.reason(error)}") from error
         raise
+
+
+def serialized(model: onnx.ModelProto) -> bytes | None:
+    """The bytes of a model; None where they pass what protobuf can read again."""
+    try:
+        data = model.SerializeToString()
+    except EncodeError:  # its text is "Failed to serialize proto", and nothing else is ever the cause
+        return None
+    return data if len(data) <= storage.PROTO_LIMIT else None
 
 
 def _place_data(
