@@ -290,7 +290,7 @@ class _Planner:
         schema = schema_of(row.domain, row.name, site.version)
         if self.refuse(site, row, schema) or any(value.unknown for value in site.inputs):
             return
-        run = self.planned(site, row) if row.planned else _bound(site, row)
+        run = self.prepared(site, row)
         if run is None:
             return
         call, slots = self.call(run, row, site.inputs)
@@ -303,8 +303,10 @@ class _Planner:
         )
         site.body.block.add(Step(site.name, row, call, slots, outputs, host=host), site.subgraphs)
 
-    def planned(self, site: Site, row: Operator) -> Callable[..., Any] | None:
-        """Let a planned operator look at its node; None where it refuses."""
+    def prepared(self, site: Site, row: Operator) -> Callable[..., Any] | None:
+        """What runs a node: the row's function, or what a planned one makes of the node; None where it is refused."""
+        if not row.planned and row.check is None:
+            return _bound(site, row)
         notes: list[Any] = []
         constants = tuple(value.constant.value if value.constant else None for value in site.inputs)
         given = tuple(not value.absent for value in site.inputs)
@@ -313,7 +315,9 @@ class _Planner:
             self.device, notes.append,
         )  # fmt: skip
         try:
-            run: Callable[..., Any] = row.run(facts)
+            if row.check is not None:
+                row.check(facts)
+            run: Callable[..., Any] = row.run(facts) if row.planned else _bound(site, row)
         except Lut4Error as error:
             self.problem(f"node '{site.name}' ({row.name}): {error}")
             return None

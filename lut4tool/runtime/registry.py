@@ -13,7 +13,8 @@ A value is an mx.array, or a NumPy array on the host ("host value": shapes, smal
 not have), or a list of values for a sequence. Without `xp` and outside `host`, a NumPy array becomes an mx.array before
 the call, unless MLX lacks its type; with `xp`, all become mx.arrays where any is one. `host=(1,)` names the inputs
 wanted as NumPy arrays. `planned=True` marks a function that is called once, while planning, with a `Node`, and returns
-the callable that runs, which takes the inputs as any operator does: for control flow and prepared weights.
+the callable that runs, which takes the inputs as any operator does: for control flow and prepared weights. `check` is
+called with that Node too, and raises Unsupported for attributes and inputs that a function takes but does not serve.
 
 A function may raise Unsupported while planning (planned ones) and any exception while running: the run names the node.
 """
@@ -48,6 +49,7 @@ class Operator:
     run: Callable[..., Any]
     host: tuple[int, ...] = ()
     planned: bool = False
+    check: Callable[[Any], None] | None = None
 
     @cached_property
     def inputs(self) -> tuple[inspect.Parameter, ...]:
@@ -88,6 +90,7 @@ def op(
     domain: str = "",
     host: tuple[int, ...] = (),
     planned: bool = False,
+    check: Callable[[Any], None] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function for versions since..until (both included) of one or more operators."""
 
@@ -96,7 +99,7 @@ def op(
             rows = _TABLE.setdefault((domain, name), [])
             if any(row.since <= until and since <= row.until for row in rows):
                 raise ValueError(f"{domain}::{name} {since} to {until} overlaps a registered range")
-            rows.append(Operator(domain, name, since, until, run, host, planned))
+            rows.append(Operator(domain, name, since, until, run, host, planned, check))
         return run
 
     return register
