@@ -153,7 +153,7 @@ class _Speller:
         return self.tensor(f"{self.chain.prefix}{role}", np.array(values, np.int64), spelling)
 
     def _add(self, op: str, role: str, inputs: Sequence[str], output: str, attributes: Mapping[str, Any]) -> None:
-        name = f"{self.chain.prefix}{role}" if self.chain.named else ""
+        name = f"{self.chain.prefix}{role}"
         self.parts.nodes.append(helper.make_node(op, inputs, [output], name, domain=self.chain.domain, **attributes))
 
 
@@ -285,6 +285,8 @@ def build(
     rank = feeds["x"].ndim + sum(kind in ("Loop", "Scan") for kind in place)
     graph = helper.make_graph(nodes, "g", inputs, [result_of(name, chain, rank) for name in names], tensors)
     model = assemble(graph, chain.opset, ir, inner.functions, chain.domain)
+    if not chain.named:
+        forget_names(model)
     if check:
         onnx.checker.check_model(model)
     return Built(model, feeds, parts)
@@ -398,6 +400,15 @@ def find_node(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
                 return node
             waiting += [attribute.g.node for attribute in node.attribute if attribute.HasField("g")]
     raise KeyError(name)
+
+
+def forget_names(model: onnx.ModelProto) -> None:
+    """Leave every node nameless."""
+    waiting = [model.graph.node, *(function.node for function in model.functions)]
+    for nodes in waiting:
+        for node in nodes:
+            node.name = ""
+            waiting += [attribute.g.node for attribute in node.attribute if attribute.HasField("g")]
 
 
 def rename(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:

@@ -62,12 +62,12 @@ def canonical(walk: Walk, site: Place, weight: Value) -> Proof:
     pairs.require(not swapped, "Concat of the low nibble first, not of the high nibble first")
     for unsqueeze in (first, second):
         axes = trail.literal(unsqueeze, 1)
-        unsqueeze.require(axes.is_one(1, -1), f"Unsqueeze on axes {axes}, not 1")
+        unsqueeze.require(axes.is_one(1, -1), f"Unsqueeze on axes {axes.one}, not 1")
 
     div, mod = trail.node(high, "Div", first), trail.node(low, "Mod", second)
     divisor, modulus = trail.literal(div, 1), trail.literal(mod, 1)
-    div.require(divisor.is_one(16), f"Div by {divisor}, not 16")
-    mod.require(modulus.is_one(16), f"Mod by {modulus}, not 16")
+    div.require(divisor.is_one(16), f"Div by {divisor.one}, not 16")
+    mod.require(modulus.is_one(16), f"Mod by {modulus.one}, not 16")
 
     high_cast = trail.node(trail.input(div, 0), "Cast", div, to=None)
     low_cast = trail.node(trail.input(mod, 0), "Cast", mod, to=None)
@@ -84,7 +84,7 @@ def canonical(walk: Walk, site: Place, weight: Value) -> Proof:
 
     scaled = trail.node(column, "Unsqueeze", product)
     axes = trail.literal(scaled, 1)
-    scaled.require(axes.is_one(1, -1), f"Unsqueeze of scales on axes {axes}, not 1")
+    scaled.require(axes.is_one(1, -1), f"Unsqueeze of scales on axes {axes.one}, not 1")
     scales = walk.constant(trail.input(scaled, 0), scaled)
     scaled.require(scales.types == {TensorProto.FLOAT}, f"scales {scales} is not FLOAT")
     scaled.require(scales.shapes == {(blocks,)}, f"scales {scales} is not [{blocks}], one a block")

@@ -20,7 +20,7 @@ from lut4tool.recognize.proof import Site, Step
 #: A literal has at most so many elements: the codebook is the largest.
 LITERAL_ELEMENTS = 16
 #: Versions of the standard operators that the chains were proved for.
-OPSETS = range(13, 27)
+OPSETS = range(13, 29)
 
 _STANDARD = ("", "ai.onnx")
 _TYPES = {number: name for name, number in TensorProto.DataType.items()}
@@ -161,15 +161,15 @@ class Literal(NamedTuple):
         """Whether it is one of the values, of shape [] or [1]."""
         return len(self.values) == 1 and self.values[0] in values and self.dims in ((), (1,))
 
+    @property
+    def one(self) -> str:
+        """Its text where one number is wanted, for which [1] is as good as []."""
+        return str(self.values[0]) if self.dims == (1,) else str(self)
+
     def __str__(self) -> str:
-        one = self.dims in ((), (1,))
-        return (
-            str(self.values[0])
-            if one
-            else f"{list(self.values)} of shape {list(self.dims)}"
-            if len(self.dims) != 1
-            else str(list(self.values))
-        )
+        if not self.dims:
+            return str(self.values[0])
+        return str(list(self.values)) + (f" of shape {list(self.dims)}" if len(self.dims) > 1 else "")
 
 
 class Origin(NamedTuple):
@@ -305,9 +305,11 @@ class Walk:
             elif current not in opened:
                 opened[current] = self._before(current)
                 waiting += [earlier for earlier in opened[current] if earlier not in self._origins]
-            else:  # all known, or a cycle, whose open end counts as constant: the walk will refuse it in words
+            else:  # a cycle's open end and a name with two meanings count as constant: the walk will refuse them in words
                 known = [self._origins.get(earlier, Origin(True)) for earlier in opened[current]]
-                self._origins[current] = self._combine(current, known)
+                origin = self._combine(current, known)
+                twice = current.name in current.scope.twice
+                self._origins[current] = origin._replace(constant=True) if twice else origin
         return self._origins[value]
 
     def decoded(self, value: Value) -> bool:
@@ -530,14 +532,17 @@ def type_name(number: int) -> str:
 
 def _constant_tensor(place: Place) -> TensorProto:
     """The tensor that a Constant node holds, in any of the attributes that hold numbers."""
+    for written in place.node.attribute:
+        held = written.name in ("value", *_NUMBERS)
+        place.require(held, f"Constant with {written.name}; value, value_int(s) or value_float(s) is expected")
     check(place, {"value": None, **_NUMBERS})
     place.require(len(place.node.attribute) == 1, f"Constant with {len(place.node.attribute)} attributes, not one")
-    held = place.node.attribute[0]
-    if held.name == "value":
-        return held.t
-    member, kind = _NUMBERS[held.name]
-    values = getattr(held, member)
-    many = held.name.endswith("s")
+    written = place.node.attribute[0]
+    if written.name == "value":
+        return written.t
+    member, kind = _NUMBERS[written.name]
+    values = getattr(written, member)
+    many = written.name.endswith("s")
     return onnx.helper.make_tensor("", kind, [len(values)] if many else [], values if many else [values])
 
 
@@ -547,7 +552,7 @@ def _signature(op: str, opset: int) -> tuple[int, int, dict[str, tuple[int, Any]
     schema = onnx.defs.get_schema(op, opset, "")
     attributes = {
         name: (
-            known.type.value,
+            int(known.type.value),  # type: ignore[attr-defined]
             onnx.helper.get_attribute_value(known.default_value) if known.default_value.type else None,
         )
         for name, known in schema.attributes.items()
