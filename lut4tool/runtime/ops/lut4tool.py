@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import numpy as np
 
 from lut4tool import kernels
 from lut4tool.formats import DOMAIN, DTYPE_NAME, LOOKUP4_MATMUL, QMM, Lookup4Weight, QmmWeight
+from lut4tool.kernels import MLX_FLOAT
 from lut4tool.runtime import backend
-from lut4tool.runtime.dtypes import mlx_dtype
 from lut4tool.runtime.plan import Node
 from lut4tool.runtime.registry import Unsupported, op
 
@@ -27,7 +28,7 @@ def lookup4_matmul(node: Node) -> Callable[..., Any]:
         sizes = (a["rows"], a["cols"], a["block_size"])
         return Lookup4Weight(packed, scales, codebook, *sizes, perm, high_first, a["weight_dtype"])
 
-    return _product(node, a["dtype"], weight)
+    return planned_product(node, weight, a["dtype"])
 
 
 @op(QMM, domain=DOMAIN, host=(1, 2, 3), planned=True)
@@ -41,7 +42,7 @@ def qmm(node: Node) -> Callable[..., Any]:
             raise Unsupported(f"its scales are {made.weight_dtype}, its weight_dtype says {a['weight_dtype']}")
         return made
 
-    return _product(node, a["dtype"], weight)
+    return planned_product(node, weight, a["dtype"])
 
 
 def _attributes(node: Node, *names: str) -> dict[str, Any]:
@@ -61,31 +62,41 @@ def _attributes(node: Node, *names: str) -> dict[str, Any]:
     return values
 
 
-def _product(node: Node, dtype: str, make: Callable[..., Weight]) -> Callable[..., Any]:
-    """Make the weight and choose its kernel now where the weight is constant, else in each run."""
-    device, wanted = backend.kind(node.device), mlx_dtype({name: number for number, name in DTYPE_NAME.items()}[dtype])
-    constants = node.constants[1:]
-    if all(constant is not None for constant in constants):
-        weight = make(*constants)
-        choice = kernels.choose(weight, dtype, device)
+def planned_product(node: Node, make: Callable[..., Weight], dtype: str | None = None) -> Callable[..., Any]:
+    """What multiplies x by the weight that `make` builds from the inputs after it: all that it takes, on the host.
+
+    The weight is made and its kernel chosen now where those are constant, else in each run. dtype: x's type, by
+    default that of the weight.
+    """
+    device = backend.kind(node.device)
+
+    def prepared(leaves: Sequence[np.ndarray | None]) -> tuple[Weight, str, kernels.Choice]:
+        weight = make(*leaves)
+        kind = dtype or weight.weight_dtype
+        return weight, kind, kernels.choose(weight, kind, device)
+
+    leaves = slice(1, 1 + len(signature(make).parameters))
+    constants = zip(node.constants[leaves], node.given[leaves], strict=True)
+    if all(constant is not None or not given for constant, given in constants):
+        weight, kind, choice = prepared(node.constants[leaves])
         node.note(choice)
 
-        def run(x: Any, packed: Any, scales: Any, codebook: Any) -> Any:
-            return _matmul(x, wanted, weight, choice)
+        def run(x: Any, *leaves: Any) -> Any:
+            return _matmul(x, kind, weight, choice)
 
         return run
 
-    def run_any(x: Any, *leaves: np.ndarray) -> Any:
-        weight = make(*leaves)
-        return _matmul(x, wanted, weight, kernels.choose(weight, dtype, device))
+    def run_any(x: Any, *leaves: Any) -> Any:
+        weight, kind, choice = prepared(leaves)
+        return _matmul(x, kind, weight, choice)
 
     return run_any
 
 
-def _matmul(x: Any, dtype: Any, weight: Weight, choice: kernels.Choice) -> Any:
+def _matmul(x: Any, dtype: str, weight: Weight, choice: kernels.Choice) -> Any:
     """MatMul's shapes: the leading dimensions of X are rows; an X of rank 1 is one row, which Y does not keep."""
-    if x.dtype != dtype:
-        raise TypeError(f"X is {x.dtype}, the node's dtype says {dtype}")
+    if x.dtype != MLX_FLOAT[dtype]:
+        raise TypeError(f"X is {x.dtype}, the node wants {dtype}")
     depth, columns = weight.shape if isinstance(weight, Lookup4Weight) else (weight.K, weight.N)
     if x.ndim == 0 or x.shape[-1] != depth:
         raise ValueError(f"X of shape {list(x.shape)} does not end in K = {depth}")
