@@ -1,5 +1,6 @@
-"""Every spelling of the canonical chain is proved, wherever it stands; each proof decodes to what the chain computes."""
+"""Every spelling of the canonical chain is proved, wherever it stands; a proof decodes to what the chain computes."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -132,7 +133,7 @@ def test_spelling(name: str) -> None:
             "seed": st.integers(0, 3),
             "opset": st.integers(13, 28),
             "literals": st.sampled_from(["initializer", "typed", "constant", "attribute", "mixed"]),
-            "leaves": st.sampled_from(["initializer", "constant", "initializer attribute typed", "constant typed initializer"]),
+            "leaves": st.sampled_from(["initializer", "constant", "typed attribute constant"]),
             "scalar": st.booleans(),
             "axis": st.sampled_from([1, -1]),
             "step": st.booleans(),
@@ -166,6 +167,7 @@ def test_every_ir_version(ir: int) -> None:
     assert same_bits(matrix_of(only_proof(built)), built.oracle)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # onnx.reference, on the overflow that is tested
 def test_special_values_keep_their_bits() -> None:
     scales = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, 3e38, -1], np.float32)
     for rounding in ("none", "float16", "bfloat16"):
@@ -198,12 +200,10 @@ def test_nested_subgraphs() -> None:
     assert all(same_bits(matrix_of(proof), built.oracle) for proof in report.proofs)
 
 
-@pytest.mark.parametrize(
-    "place", [["function"], ["function", "function"], ["If", "function"], ["function", "Loop"]], ids=str
-)
+@pytest.mark.parametrize("place", ["function", "function function", "Loop function", "function Loop"])
 @pytest.mark.parametrize("spelling", [INSIDE, FORMAL], ids=["constants", "formal inputs"])
-def test_function(place: list[str], spelling: dict[str, str]) -> None:
-    built = build(place=place, **spelling)
+def test_function(place: str, spelling: dict[str, str]) -> None:
+    built = build(place=place.split(), **spelling)
     proof = only_proof(built)
     assert proof.site.function == 0
     assert proof.site.name.startswith("function test.layers::Layer0/")
@@ -258,9 +258,7 @@ def test_products_behind_their_own_identity_share_a_proof() -> None:
 
 def test_primal_and_adjoint_share_packed_not_a_chain() -> None:
     primal = Chain(rows=10, cols=10, rounding="float16", adjoint=True)
-    adjoint = Chain(
-        rows=10, cols=10, rounding="float16", adjoint=True, perm="written", prefix="adj/", leaf_prefix="dec/"
-    )
+    adjoint = replace(primal, perm="written", prefix="adj/", leaf_prefix="dec/")
     built = build_many([primal, adjoint])
     first, second = recognize(built.model).proofs
     assert first.tensors["packed"] is second.tensors["packed"]

@@ -12,7 +12,7 @@ from onnx import NodeProto, TensorProto, helper
 
 from lut4tool import native
 from lut4tool.errors import Lut4Error
-from lut4tool.formats import FLOAT_DTYPES, Lookup4Weight
+from lut4tool.formats import DTYPE_NAME, FLOAT_DTYPES, Lookup4Weight
 from lut4tool.recognize.proof import Proof, Witness
 from lut4tool.storage import Tensors
 
@@ -57,7 +57,7 @@ def check(proof: Proof, tensors: Tensors, *, full: bool = False, progress: Progr
 
 
 def _weight(proof: Proof, tensors: Tensors) -> Lookup4Weight:
-    """The proved weight with its real constants."""
+    """The proved weight with its real constants, as the attributes of the new node describe it."""
     arrays = {role: tensors.array(tensor) for role, tensor in proof.tensors.items()}
     facts: Mapping[str, Any] = proof.attributes
     return Lookup4Weight(
@@ -67,14 +67,16 @@ def _weight(proof: Proof, tensors: Tensors) -> Lookup4Weight:
         block_size=facts["block_size"],
         perm=tuple(facts["perm"]),
         high_nibble_first=bool(facts["high_nibble_first"]),
-        weight_dtype=proof.weight_dtype,
+        weight_dtype=DTYPE_NAME[facts["weight_dtype"]],
     )
 
 
 def _decoded(proof: Proof, weight: Lookup4Weight) -> np.ndarray:
     """The matrix that the product multiplies by, in its type, decoded by lut4tool."""
     flat = native.decode_elements(weight, 0, weight.rows * weight.cols)
-    return flat.reshape(weight.rows, weight.cols).astype(FLOAT_DTYPES[proof.dtype], copy=False).transpose(weight.perm)
+    facts: Mapping[str, Any] = proof.attributes
+    dtype = FLOAT_DTYPES[DTYPE_NAME[facts["dtype"]]]
+    return flat.reshape(weight.rows, weight.cols).astype(dtype, copy=False).transpose(weight.perm)
 
 
 def _products(weight: Lookup4Weight, blocks: np.ndarray) -> np.ndarray:
