@@ -14,7 +14,8 @@ from lut4tool.recognize import recognize
 from lut4tool.recognize.proof import Proof, Refusal, Witness
 from lut4tool.recognize.summary import distinct_weights
 from lut4tool.rewrite.edit import RewriteError, apply
-from lut4tool.rewrite.save import Progress, check_target, save, serialized
+from lut4tool.rewrite.save import Progress, check_target, serialized
+from lut4tool.rewrite.save import save as save_model
 from lut4tool.storage import PathLike, Tensors, nbytes, read_model
 
 __all__ = ["RewriteError", "RewriteReport", "rewrite", "rewrite_model"]
@@ -81,7 +82,7 @@ def rewrite(
     if report.rewritten and dry_run:
         written = len(serialized(model) or b"")
     elif report.rewritten:
-        written, notes = save(model, str(source), target, tensors, progress)
+        written, notes = save_model(model, str(source), target, tensors, progress)
     return replace(report, input_bytes=size, output_bytes=written, notes=notes)
 
 
@@ -120,7 +121,7 @@ def _witnesses(
     result: list[Witness | None] = []
     for done, proof in enumerate(proofs):
         if progress:
-            progress("checking weights", done, len(proofs))
+            progress("weights", done, len(proofs))
         chain = tuple(map(id, proof.chain))
         if chain not in checked:
             checked[chain] = check(proof, tensors, full=verify, progress=progress)
