@@ -15,8 +15,8 @@ from lut4tool.runtime.session import Runtime
 pytestmark = pytest.mark.usefixtures("place")
 
 XFAIL = {
-    "test_attention_4d_causal_fp16_expanded": "a sum of halves differs by one float16 step, 1.2e-3; the tolerance is 1e-3",
-    "test_tfidfvectorizer_.*": "TfIdfVectorizer is not written: it counts n-grams of strings or integers for classic learning",
+    "test_attention_4d_causal_fp16_expanded": "sums of halves differ by a float16 step, 1.2e-3; tolerance 1e-3",
+    "test_tfidfvectorizer_.*": "TfIdfVectorizer is not written: it counts n-grams for classic learning",
 }
 RNG = np.random.default_rng(7)
 
@@ -58,7 +58,9 @@ GEOMETRY = [
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
-@pytest.mark.parametrize(("group", "out"), [(1, 6), (2, 6), (4, 4), (4, 8)], ids=["dense", "grouped", "depthwise", "multiplied"])
+@pytest.mark.parametrize(
+    ("group", "out"), [(1, 6), (2, 6), (4, 4), (4, 8)], ids=["dense", "grouped", "depthwise", "multiplied"]
+)
 @pytest.mark.parametrize(("options", "stride", "dilation"), GEOMETRY, ids=str)
 def test_conv(rank, group, out, options, stride, dilation):
     against_onnxruntime(
@@ -67,12 +69,16 @@ def test_conv(rank, group, out, options, stride, dilation):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("auto_pad", "stride", "pads"), [("SAME_UPPER", 1, [2, 2]), ("SAME_UPPER", 2, [1, 2]), ("SAME_LOWER", 2, [2, 1])])
+@pytest.mark.parametrize(
+    ("auto_pad", "stride", "pads"), [("SAME_UPPER", 1, [2, 2]), ("SAME_UPPER", 2, [1, 2]), ("SAME_LOWER", 2, [2, 1])]
+)
 def test_same_padding_of_a_dilated_kernel(auto_pad, stride, pads):
     """Of 8 elements, a kernel of 3 with dilation 2 spans 5."""
     x, w = floats(1, 2, 8), floats(3, 2, 3)
     found, expected = (
-        Runtime(single("Conv", 11, [x, w], {"strides": [stride], "dilations": [2], **options}, 1)).run(None, {"x0": x, "x1": w})
+        Runtime(single("Conv", 11, [x, w], {"strides": [stride], "dilations": [2], **options}, 1)).run(
+            None, {"x0": x, "x1": w}
+        )
         for options in ({"auto_pad": auto_pad}, {"pads": pads})
     )
     np.testing.assert_array_equal(found[0], expected[0])
@@ -83,7 +89,13 @@ def test_same_padding_of_a_dilated_kernel(auto_pad, stride, pads):
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_convolution_with_a_kernel_of_one_is_a_product(rank, group, stride):
     against_onnxruntime(
-        "Conv", 11, convolution(rank, group, 6, kernel=1)[:2], rtol=1e-5, atol=1e-5, group=group, strides=[stride] * rank
+        "Conv",
+        11,
+        convolution(rank, group, 6, kernel=1)[:2],
+        rtol=1e-5,
+        atol=1e-5,
+        group=group,
+        strides=[stride] * rank,
     )
 
 
@@ -96,9 +108,13 @@ def test_a_large_convolution_is_computed_in_panels():
 def test_conv_of_other_types_against_float64(dtype):
     x, w = floats(1, 8, 9, dtype=dtype), floats(4, 8, 3, dtype=dtype)
     (y,) = Runtime(single("Conv", 11, [x, w], {}, 1), device="cpu").run(None, {"x0": x, "x1": w})
-    exact = np.stack([np.tensordot(w.astype(np.float64), x[0, :, t : t + 3].astype(np.float64), 2) for t in range(7)], 1)
+    exact = np.stack(
+        [np.tensordot(w.astype(np.float64), x[0, :, t : t + 3].astype(np.float64), 2) for t in range(7)], 1
+    )
     assert y.dtype == dtype
-    np.testing.assert_allclose(y[0], exact, rtol=1e-3 if dtype == np.float16 else 1e-13, atol=1e-3 if dtype == np.float16 else 1e-13)
+    np.testing.assert_allclose(
+        y[0], exact, rtol=1e-3 if dtype == np.float16 else 1e-13, atol=1e-3 if dtype == np.float16 else 1e-13
+    )
 
 
 TRANSPOSED = [
@@ -144,7 +160,8 @@ POOLED = [
     (options, kernel, stride, dilation)
     for options in POOLS
     for kernel, stride, dilation in ((3, 1, 1), (2, 2, 1), (3, 2, 1), (2, 3, 2))
-    if dilation == 1 or not options.get("auto_pad", "").startswith("SAME")  # onnxruntime pads as if there were no dilation
+    if dilation == 1
+    or not options.get("auto_pad", "").startswith("SAME")  # onnxruntime pads as if there were no dilation
 ]
 
 
@@ -199,7 +216,9 @@ def test_batch_normalization_in_training_before_14():
     """The running values and the batch's own, against NumPy: no other runtime trains."""
     x, scale, b, mean, var = floats(2, 4, 5), floats(4), floats(4), floats(4), np.abs(floats(4))
     model = single("BatchNormalization", 9, [x, scale, b, mean, var], {"momentum": 0.8}, 5)
-    found = Runtime(model, device="cpu").run(None, dict(zip(("x0", "x1", "x2", "x3", "x4"), (x, scale, b, mean, var), strict=True)))
+    found = Runtime(model, device="cpu").run(
+        None, dict(zip(("x0", "x1", "x2", "x3", "x4"), (x, scale, b, mean, var), strict=True))
+    )
     wide = x.astype(np.float64)
     now_mean, now_var = wide.mean((0, 2)), wide.var((0, 2))
     y = (wide - now_mean[:, None]) / np.sqrt(now_var[:, None] + 1e-5) * scale[:, None] + b[:, None]
@@ -234,12 +253,19 @@ def test_instance_normalization(shape):
 @pytest.mark.parametrize(("version", "scales"), [(18, 2), (21, 6)])
 def test_group_normalization_has_a_scale_a_group_then_a_channel(version, scales):
     against_onnxruntime(
-        "GroupNormalization", version, [floats(2, 6, 4, 3), floats(scales), floats(scales)], rtol=1e-4, atol=1e-5, num_groups=2
+        "GroupNormalization",
+        version,
+        [floats(2, 6, 4, 3), floats(scales), floats(scales)],
+        rtol=1e-4,
+        atol=1e-5,
+        num_groups=2,
     )
 
 
 def test_group_normalization_with_as_many_groups_as_channels():
-    against_onnxruntime("GroupNormalization", 18, [floats(2, 4, 5), floats(4), floats(4)], rtol=1e-4, atol=1e-5, num_groups=4)
+    against_onnxruntime(
+        "GroupNormalization", 18, [floats(2, 4, 5), floats(4), floats(4)], rtol=1e-4, atol=1e-5, num_groups=4
+    )
 
 
 @pytest.mark.parametrize("size", [1, 3, 5])
@@ -290,7 +316,13 @@ def test_max_roi_pool():
 
 @pytest.mark.parametrize(("group", "offsets", "masked"), [(1, 1, False), (2, 1, True), (1, 2, True)])
 def test_deform_conv(group, offsets, masked):
-    inputs = [floats(2, 4, 6, 7), floats(6, 4 // group, 3, 2), floats(2, offsets * 12, 4, 6), floats(6), floats(2, offsets * 6, 4, 6)]
+    inputs = [
+        floats(2, 4, 6, 7),
+        floats(6, 4 // group, 3, 2),
+        floats(2, offsets * 12, 4, 6),
+        floats(6),
+        floats(2, offsets * 6, 4, 6),
+    ]
     against_onnxruntime(
         "DeformConv", 19, inputs[: 5 if masked else 4], rtol=1e-4, atol=1e-4, group=group, offset_group=offsets,
         kernel_shape=[3, 2],
@@ -320,5 +352,3 @@ def test_attention(options, past, mask):
     found = Runtime(model, device="cpu").run(None, feeds)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
-
-

@@ -70,7 +70,7 @@ def test_a_scale_an_index(axis, dtype):
 @pytest.mark.parametrize("zeros", [True, False])
 def test_a_scale_a_block(axis, block, zeros):
     x = floats(4, 7)
-    shape = [-(-length // block) if place == axis else length for place, length in enumerate(x.shape)]
+    shape = [-(-length // block) if at == axis else length for at, length in enumerate(x.shape)]
     scale = RNG.uniform(0.1, 1, shape).astype(np.float32)
     zero = [codes(np.int8, *shape)] if zeros else []
     options = {"axis": axis, "block_size": block} | ({} if zeros else {"output_dtype": 3})
@@ -129,13 +129,21 @@ def test_dequantize_int32():
     against_onnxruntime("DequantizeLinear", 10, [x, np.array(0.25, np.float32)])
 
 
-@pytest.mark.parametrize("x", [floats(3, 5), np.abs(floats(7)), -np.abs(floats(7)), np.zeros((2, 3), np.float32)], ids=["both", "above", "below", "zero"])
+@pytest.mark.parametrize(
+    "x",
+    [floats(3, 5), np.abs(floats(7)), -np.abs(floats(7)), np.zeros((2, 3), np.float32)],
+    ids=["both", "above", "below", "zero"],
+)
 def test_dynamic_quantize(x):
     against_onnxruntime("DynamicQuantizeLinear", 11, [x], outputs=3)
 
 
 @pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"pads": [1, 2, 0, 1], "strides": [2, 1]}, {"dilations": [2, 2]}, {"auto_pad": "SAME_UPPER"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"pads": [1, 2, 0, 1], "strides": [2, 1]}, {"dilations": [2, 2]}, {"auto_pad": "SAME_UPPER"}],
+    ids=str,
+)
 @pytest.mark.parametrize("zero", [True, False])
 def test_conv_integer(group, options, zero):
     x, w = codes(np.uint8, 2, 4, 7, 8), codes(np.uint8, 6, 4 // group, 3, 3)
@@ -168,6 +176,15 @@ def test_qlinear_conv(dtype, channels, bias, group):
     x, w = codes(dtype, 2, 4, 6, 7), codes(np.int8, 6, 4 // group, 3, 3)
     scale = RNG.uniform(0.01, 0.02, 6 if channels else ()).astype(np.float32)
     points = np.zeros(6 if channels else (), np.int8)
-    inputs = [x, np.array(0.05, np.float32), np.array(5, dtype), w, scale, points, np.array(0.3, np.float32), np.array(7, dtype)]
+    inputs = [
+        x,
+        np.array(0.05, np.float32),
+        np.array(5, dtype),
+        w,
+        scale,
+        points,
+        np.array(0.3, np.float32),
+        np.array(7, dtype),
+    ]
     inputs += [RNG.integers(-5000, 5000, 6).astype(np.int32)] if bias else []
     against_onnxruntime("QLinearConv", 10, inputs, group=group, pads=[1, 1, 0, 1])

@@ -25,7 +25,15 @@ def floats(*shape: int) -> np.ndarray:
     return RNG.uniform(-1, 1, shape).astype(np.float32)
 
 
-def inputs(op_type: str, directions: int, *, bias: bool = True, lengths: bool = False, initial: bool = False, peephole: bool = False) -> list:
+def inputs(
+    op_type: str,
+    directions: int,
+    *,
+    bias: bool = True,
+    lengths: bool = False,
+    initial: bool = False,
+    peephole: bool = False,
+) -> list:
     """The inputs of a cell in their order, None for the absent ones."""
     gates = GATES[op_type] * HIDDEN
     found = [floats(STEPS, BATCH, INPUT), floats(directions, gates, INPUT), floats(directions, gates, HIDDEN)]
@@ -38,7 +46,9 @@ def inputs(op_type: str, directions: int, *, bias: bool = True, lengths: bool = 
 
 def compare(op_type: str, given: list, version: int = 14, **attributes: object) -> None:
     outputs = 3 if op_type == "LSTM" else 2
-    against_onnxruntime(op_type, version, given, outputs=outputs, rtol=1e-4, atol=1e-5, hidden_size=HIDDEN, **attributes)
+    against_onnxruntime(
+        op_type, version, given, outputs=outputs, rtol=1e-4, atol=1e-5, hidden_size=HIDDEN, **attributes
+    )
 
 
 @pytest.mark.parametrize("op_type", GATES)
@@ -110,7 +120,13 @@ def test_layout_puts_the_batch_first(op_type, direction):
     moved = [data if index in (1, 2, 3) or data is None else data.swapaxes(0, 1) for index, data in enumerate(given)]
     results = []
     for layout, values in enumerate((given, moved)):
-        model = single(op_type, 14, values, {"hidden_size": HIDDEN, "layout": layout, "direction": direction}, 3 if op_type == "LSTM" else 2)
+        model = single(
+            op_type,
+            14,
+            values,
+            {"hidden_size": HIDDEN, "layout": layout, "direction": direction},
+            3 if op_type == "LSTM" else 2,
+        )
         results.append(Runtime(model).run(None, {f"x{i}": data for i, data in enumerate(values) if data is not None}))
     plain, batched = results
     np.testing.assert_array_equal(batched[0], plain[0].transpose(2, 0, 1, 3))

@@ -93,8 +93,8 @@ def _as_precise(xp: Any, scores: Any, number: int) -> Any:
 
 @op("RotaryEmbedding", since=23)
 def rotary_embedding(
-    x: Any, cos_cache: Any, sin_cache: Any, position_ids: Any = None, *, interleaved: int = 0, num_heads: int = 0,
-    rotary_embedding_dim: int = 0,
+    x: Any, cos_cache: Any, sin_cache: Any, position_ids: Any = None, *, interleaved: int = 0,
+    num_heads: int | None = None, rotary_embedding_dim: int = 0,
 ) -> Any:  # fmt: skip
     """Cosines and sines come as tables by position, where mx.fast.rope computes them; the rest of a head is kept."""
     xp, data, cos, sin, at = working(x, cos_cache, sin_cache, position_ids)

@@ -27,13 +27,16 @@ def working(*values: Any) -> tuple[Any, ...]:
     Where MLX lacks the type, and for float64, which MLX convolves in float32, all of them are NumPy arrays too. None
     stays None.
     """
-    host = on_host() or any(isinstance(value, np.ndarray) and to_mx(value) is value or _wide(value) for value in values)
+    host = on_host() or any(map(_stays, values))
     xp: Any = np if host else mx
     return xp, *(None if value is None else _widened(to_numpy(value) if host else to_mx(value)) for value in values)
 
 
-def _wide(value: Any) -> bool:
-    return isinstance(value, mx.array) and value.dtype == mx.float64
+def _stays(value: Any) -> bool:
+    """Whether a value's type keeps it on the host."""
+    if isinstance(value, mx.array):
+        return value.dtype == mx.float64
+    return value is not None and (value.dtype == np.float64 or value.dtype not in MLX_OF)
 
 
 def _widened(value: Any) -> Any:

@@ -18,7 +18,7 @@ def _channel(value: Any, rank: int) -> Any:
     return value.reshape(-1, *[1] * (rank - 2))
 
 
-def _standard(xp: Any, x: Any, axes: tuple[int, ...], epsilon: float) -> tuple[Any, Any, Any]:
+def standard(xp: Any, x: Any, axes: tuple[int, ...], epsilon: float) -> tuple[Any, Any, Any]:
     """Return (x - mean) / sqrt(variance + epsilon) over axes, the mean and the inverse deviation."""
     mean = xp.mean(x, axis=axes, keepdims=True)
     centred = x - mean
@@ -60,7 +60,7 @@ def batch_normalization_before_14(
 def _batch(xp: Any, x: Any, scale: Any, bias: Any, epsilon: float) -> tuple[Any, Any, Any]:
     """Normalize by the batch's own statistics: the result, and the mean and variance [C]."""
     axes = (0, *range(2, x.ndim))
-    y, mean, _ = _standard(xp, x, axes, epsilon)
+    y, mean, _ = standard(xp, x, axes, epsilon)
     return y * _channel(scale, x.ndim) + _channel(bias, x.ndim), mean.reshape(-1), xp.var(x, axis=axes)
 
 
@@ -68,7 +68,7 @@ def _batch(xp: Any, x: Any, scale: Any, bias: Any, epsilon: float) -> tuple[Any,
 def instance_normalization(x: Any, scale: Any, b: Any, *, epsilon: float = 1e-5) -> Any:
     """Each channel of each sample by its own statistics."""
     xp, data, s, bias = working(x, scale, b)
-    y, _, _ = _standard(xp, data, tuple(range(2, x.ndim)), epsilon)
+    y, _, _ = standard(xp, data, tuple(range(2, x.ndim)), epsilon)
     return finish(y * _channel(s, x.ndim) + _channel(bias, x.ndim), x)
 
 
@@ -78,7 +78,7 @@ def layer_normalization(
 ) -> Any:
     """Over all axes from `axis` on; Mean and InvStdDev come out in stash_type."""
     xp, data, s, bias = working(x, scale, b)
-    y, mean, inverse = _standard(xp, data, tuple(range(axis % x.ndim, x.ndim)), epsilon)
+    y, mean, inverse = standard(xp, data, tuple(range(axis % x.ndim, x.ndim)), epsilon)
     y = y * s if bias is None else y * s + bias
     stash = numpy_dtype(stash_type)
     return finish(y, x), finish_as(mean, stash), finish_as(inverse, stash)
@@ -99,7 +99,7 @@ def group_normalization(
     """Scale and bias are [C] from version 21 on and [num_groups] in 18: told apart by their size."""
     xp, data, s, b = working(x, scale, bias)
     groups = data.reshape(x.shape[0], num_groups, -1)
-    y, _, _ = _standard(xp, groups, (2,), epsilon)
+    y, _, _ = standard(xp, groups, (2,), epsilon)
     if scale.shape[0] == num_groups != x.shape[1]:
         s, b = (xp.repeat(value, x.shape[1] // num_groups) for value in (s, b))
     return finish(y.reshape(x.shape) * _channel(s, x.ndim) + _channel(b, x.ndim), x)

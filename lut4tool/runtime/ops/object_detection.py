@@ -106,7 +106,8 @@ def roi_align_before_16(
     """The same without the half-pixel shift."""
     return roi_align(
         x, rois, batch_indices, coordinate_transformation_mode="output_half_pixel", mode=mode,
-        output_height=output_height, output_width=output_width, sampling_ratio=sampling_ratio, spatial_scale=spatial_scale,
+        output_height=output_height, output_width=output_width, sampling_ratio=sampling_ratio,
+        spatial_scale=spatial_scale,
     )  # fmt: skip
 
 

@@ -101,7 +101,8 @@ def _rnn_step(cell: Cell, x: Any, state: Any) -> Any:
 
 def _run(
     step: Callable[[Cell, Any, Any], Any], x: Any, w: Any, r: Any, b: Any, lengths: Any, states: Sequence[Any], p: Any,
-    *, names: Sequence[str], alphas: Floats, betas: Floats, clip: float | None, direction: str, layout: int, flag: int = 0,
+    *, names: Sequence[str], alphas: Floats, betas: Floats, clip: float | None, direction: str, layout: int,
+    flag: int = 0,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Run a cell over x [T, B, I] in each direction: Y [T, D, B, H] and each state [D, B, H] (layout 1: B first).
 
