@@ -65,7 +65,8 @@ class _Scope:
         self.annotations: dict[str, list[str]] = {}  # tensor -> the values that its annotation names
         self.dead_nodes: set[int] = set()
         self.dead_values: set[str] = set()
-        self.others = set(_declared(owner))
+        declared = () if isinstance(owner, onnx.FunctionProto) else (*owner.input, *owner.initializer)
+        self.others = {entry.name for entry in declared}
 
     def find(self, name: str) -> _Scope | None:
         """The scope whose value a name means here; None where nothing defines it."""
@@ -97,17 +98,6 @@ class _Scope:
         yield self
         for child in self.children.values():
             yield from child.every()
-
-
-def _declared(owner: Any) -> Iterator[str]:
-    """Names that a graph or function defines without a node."""
-    if isinstance(owner, onnx.FunctionProto):
-        yield from owner.input
-        return
-    for entry in (*owner.input, *owner.initializer):
-        yield entry.name
-    for sparse in owner.sparse_initializer:
-        yield sparse.values.name
 
 
 def _scope_of(owner: Any, parent: _Scope | None = None) -> _Scope:
