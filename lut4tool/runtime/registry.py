@@ -1,10 +1,10 @@
 """The table of operators: which function runs (domain, operator, version), and how it wants its inputs.
 
 An operator is one function. Positional parameters are the ONNX inputs in order (None for an absent one: an optional
-input has the default None; `*name` for a variadic one); keyword-only parameters are the attributes under their ONNX
-names with the schema's defaults (an optional attribute without one: None; a required one has no default). Attributes
-come as int, float, str, list or, for tensors, NumPy arrays. It returns one value, or a tuple where the operator has
-several outputs (extra trailing values are dropped). Reserved parameters, given by the plan where they appear:
+input has the default None, a required one after it REQUIRED; `*name` for a variadic one); keyword-only parameters are
+the attributes under their ONNX names with the schema's defaults (an optional attribute without one: None; a required
+one has no default). Attributes come as int, float, str, list or, for tensors, NumPy arrays. It returns one value, or a
+tuple where the operator has several outputs (extra trailing values are dropped). Reserved parameters, given by the plan where they appear:
 
     xp           first positional: numpy where every input is a host value, else mlx.core
     outputs      keyword-only: how many outputs the node asks for (trailing ones may be left out)
@@ -32,6 +32,7 @@ from typing import Any
 from lut4tool.errors import Lut4Error
 
 NEWEST = 10_000
+REQUIRED: Any = object()
 
 
 class Unsupported(Lut4Error):  # noqa: N818 - the sentence that a user reads begins with it
@@ -56,6 +57,7 @@ class Operator:
         """The positional parameters that stand for ONNX inputs."""
         parameters = inspect.signature(self.run).parameters.values()
         found = [p for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
+        found = [p.replace(default=p.empty) if p.default is REQUIRED else p for p in found]
         return tuple(found[1:] if self.takes_xp else found)
 
     @cached_property

@@ -12,7 +12,7 @@ from lut4tool.runtime.ops.compute import finish, working
 from lut4tool.runtime.registry import op
 
 
-def _heads(xp: Any, x: Any, heads: int | None) -> Any:
+def split_heads(xp: Any, x: Any, heads: int | None) -> Any:
     """[B, T, heads * D] to [B, heads, T, D]; a 4-D tensor is that already."""
     return x if x.ndim == 4 else xp.swapaxes(x.reshape(*x.shape[:2], heads, -1), 1, 2)
 
@@ -43,7 +43,7 @@ def _bias(xp: Any, mask: Any, keys: int, dtype: Any) -> Any:
     return xp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, short)], constant_values=-np.inf) if short > 0 else mask
 
 
-def _softmax(xp: Any, scores: Any) -> Any:
+def softmax(xp: Any, scores: Any) -> Any:
     """Over the last axis; a row of -inf gives zeros."""
     top = xp.max(scores, axis=-1, keepdims=True)
     powers = xp.exp(scores - xp.where(xp.isinf(top), xp.zeros_like(top), top))
@@ -60,7 +60,7 @@ def attention(
 ) -> Any:  # fmt: skip
     """Causality counts from the end of the cache, a row that sees nothing is 0, the scores can come out."""
     xp, query, key, value, mask, old_key, old_value = working(q, k, v, attn_mask, past_key, past_value)
-    query, key, value = _heads(xp, query, q_num_heads), _heads(xp, key, kv_num_heads), _heads(xp, value, kv_num_heads)
+    query, key, value = split_heads(xp, query, q_num_heads), split_heads(xp, key, kv_num_heads), split_heads(xp, value, kv_num_heads)
     if old_key is not None:
         key, value = xp.concatenate([old_key, key], axis=2), xp.concatenate([old_value, value], axis=2)
     present = key, value
@@ -78,7 +78,7 @@ def attention(
     seen = _allowed(queries, keys, offset, nonpad_kv_seqlen, is_causal, left_window_size, right_window_size)
     if seen is not None:
         scores = xp.where(xp.array(seen), scores, xp.array(-np.inf, dtype=scores.dtype))
-    weights = _softmax(xp, scores if softmax_precision is None else _as_precise(xp, scores, softmax_precision))
+    weights = softmax(xp, scores if softmax_precision is None else _as_precise(xp, scores, softmax_precision))
     y = xp.matmul(weights.astype(query.dtype), value)
     stages += [scores, weights]
     if q.ndim == 3:
@@ -98,7 +98,7 @@ def rotary_embedding(
 ) -> Any:  # fmt: skip
     """Cosines and sines come as tables by position, where mx.fast.rope computes them; the rest of a head is kept."""
     xp, data, cos, sin, at = working(x, cos_cache, sin_cache, position_ids)
-    heads = _heads(xp, data, num_heads)  # [B, heads, T, D]
+    heads = split_heads(xp, data, num_heads)  # [B, heads, T, D]
     if at is not None:
         cos, sin = xp.take(cos, at, axis=0), xp.take(sin, at, axis=0)
     cos, sin = xp.expand_dims(cos, 1), xp.expand_dims(sin, 1)  # [B, 1, T, D / 2]
