@@ -7,6 +7,7 @@ STAMP := $(VENV)/installed
 EXTRAS := $(if $(filter Darwin,$(shell uname -s)),dev,cpu,dev)
 NATIVE := pyproject.toml CMakeLists.txt $(wildcard lut4tool/native/*.c lut4tool/native/*.cpp lut4tool/native/*.h)
 
+# make test-all: the slow tests too.
 .PHONY: setup test test-all demo lint bench clean
 
 setup: $(STAMP)
@@ -19,6 +20,9 @@ $(STAMP): $(NATIVE)
 	$(BIN)/pip install --quiet --no-build-isolation --editable ".[$(EXTRAS)]"
 	$(BIN)/python -c "from lut4tool import native; print('lut4tool decodes with', native.describe())"
 	touch $@
+
+# Two workers, so one BLAS thread each.
+test test-all: export OPENBLAS_NUM_THREADS ?= 1
 
 test: setup
 	$(BIN)/python -m pytest -n 2 -m "not slow"
