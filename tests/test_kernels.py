@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -20,6 +21,7 @@ from lut4tool.formats import DOMAIN, Lookup4Weight, QmmWeight
 from lut4tool.kernels import reference
 from lut4tool.runtime import RunError, Runtime
 
+ROOT = Path(__file__).parents[1]
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 ONNX = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 #: What |y - exact| may be, in units of sum |x||w|; a half also has its own last rounding.
@@ -336,5 +338,5 @@ runtime = runtime_of(weight)
 runtime.run(None, {"x": values("float32", 1, 4096)})
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert int(done.stdout) < 150 * 1024  # the model's proto and its bytes are 33 MB each

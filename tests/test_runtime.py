@@ -406,4 +406,4 @@ model = parser.parse_model('<ir_version: 8, opset_import: ["" : 20]> {ADD}')
 Runtime(model, device="cpu").run(None, {{"x": np.ones((1, 3), np.float32), "y": np.ones((1, 3), np.float32)}})
 assert not [name for name in sys.modules if name.startswith(("onnx.reference", "onnxruntime", "lut4tool.recognize"))]
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[1])
