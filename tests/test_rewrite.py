@@ -186,14 +186,15 @@ def test_a_value_captured_by_a_subgraph_stays_alive():
 def test_a_name_that_a_subgraph_takes_again_is_no_use_of_ours():
     """Not valid ONNX, but in the wild: an inner input or initializer of the same name hides the chain's value."""
     model = build().model
+    floats, flag = helper.make_tensor_type_proto(TensorProto.FLOAT, [60]), helper.make_tensor_type_proto(9, [])
+    inputs = [helper.make_value_info("tick", helper.make_tensor_type_proto(7, [])), helper.make_value_info("on", flag)]
     body = helper.make_graph(
         [helper.make_node("Add", ["dec/Mul_out", "dec/Slice_out"], ["sum"])],
         "body",
-        [helper.make_tensor_value_info("tick", TensorProto.INT64, []), helper.make_tensor_value_info("on", TensorProto.BOOL, [])]
-        + [helper.make_tensor_value_info("dec/Mul_out", TensorProto.FLOAT, [60])],
-        [helper.make_tensor_value_info("on", TensorProto.BOOL, []), helper.make_tensor_value_info("sum", TensorProto.FLOAT, [60])],
+        [*inputs, helper.make_value_info("dec/Mul_out", floats)],
+        [inputs[1], helper.make_value_info("sum", floats)],
         [numpy_helper.from_array(np.ones(60, np.float32), "dec/Slice_out")],
-    )  # fmt: skip
+    )
     loop = helper.make_node("Loop", ["", "", "start"], ["final"], "loop", body=body)
     model.graph.node.append(loop)
     rewrite_model(model, Tensors(None), witness=False)
