@@ -96,11 +96,9 @@ def _print_json(document: dict[str, Any]) -> None:
 
 
 def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"
+    from lut4tool.storage import size_text
+
+    return size_text(count)
 
 
 @app.callback(invoke_without_command=True)
