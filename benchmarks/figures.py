@@ -42,9 +42,10 @@ def main() -> None:
         block = "\n".join(
             [f"<!-- figures: {name} -->", "```", f"$ {said}    # {machine()}", *lines, "```", "<!-- end -->"]
         )
-        text, found = re.subn(rf"<!-- figures: {name} -->.*?<!-- end -->", lambda _: block, text, flags=re.DOTALL)
-        if not found:
+        before, marker, rest = text.partition(f"<!-- figures: {name} -->")
+        if not marker:
             raise SystemExit(f"README.md has no section '{name}'")
+        text = before + block + rest.partition("<!-- end -->")[2]
     README.write_text(text)
 
 

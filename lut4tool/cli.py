@@ -95,7 +95,7 @@ def _print_json(document: dict[str, Any]) -> None:
     print(json.dumps(document, indent=2))
 
 
-def _size(count: float) -> str:
+def _size(count: int) -> str:
     from lut4tool.storage import size_text
 
     return size_text(count)
