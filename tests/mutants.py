@@ -252,6 +252,11 @@ def more_outputs(model: onnx.ModelProto) -> None:
     find_node(model, "dec/Mul").output.append("extra")
 
 
+def cut_call(model: onnx.ModelProto) -> None:
+    """Leave out all but the first input of the second call."""
+    del find_node(model, "Call1").input[1:]
+
+
 def add(name: str, array: np.ndarray) -> Edit:
     """Add an initializer."""
     return lambda model: model.graph.initializer.append(make_tensor(name, array))
@@ -314,6 +319,7 @@ CHAIN = [
     Mutant("cols 0", "Reshape to [6, 0], not to rows and cols that are", (literal("ToMatrix", 1, [6, 0]),)),
     Mutant("both negative", "both positive", (literal("ToMatrix", 1, [-6, -10]),)),
     Mutant("slice start", "Slice from [1], not from [0]", (literal("Slice", 1, [1]),)),
+    Mutant("slice start scalar", "Slice from 0, not from [0]", (literal("Slice", 1, 0),)),
     Mutant("slice end", "Slice to [59], not to [60]", (literal("Slice", 2, [59]),)),
     Mutant("slice end past", "Slice to [64], not to [60]", (literal("Slice", 2, [64]),)),
     Mutant("other matrix", "Slice to [60], not to [50]", (literal("ToMatrix", 1, [5, 10]),)),
@@ -435,6 +441,7 @@ WALK = [
     Mutant("literal float", "is FLOAT, not INT64", (literal("Div", 1, [16], np.float32),)),
     Mutant("long literal", "has 17 elements, more than 16", (literal("Mod", 1, [16] * 17),)),
     Mutant("cut literal", "holds 7 bytes or values, not 1 values", (lambda m: set_raw(m, "dec/mod_by", bytes(7)),)),
+    Mutant("odd bytes", "holds 9 bytes or values, not 1 values", (lambda m: set_raw(m, "dec/mod_by", bytes(9)),)),
     Mutant("short literal", "holds 8 bytes or values, not 2 values", (lambda m: set_raw(m, "dec/shape", bytes(8)),)),
     Mutant("external literal", "literal 'dec/mod_by' is external data", (external("dec/mod_by"),)),
     Mutant("computed literal", "'dec/mod_by' is computed by Abs",
@@ -471,6 +478,8 @@ WALK = [
            (uncalled,), IN_FUNCTION),
     Mutant("call without packed", "gives no 'formal_dec/packed'; an initializer is expected",
            (call(0, None),), **TWO_CALLS),
+    Mutant("call cut short", "gives no 'formal_dec/scales'; an initializer is expected",
+           (cut_call,), **TWO_CALLS),
     Mutant("call with a graph input", "'given' is an input of its graph",
            (argument("given", PACKED), call(0, "given")), **TWO_CALLS),
     Mutant("call with other scales", "FLOAT [7] or FLOAT [8], is not [8]", (add("seven", SCALES[:7]), call(1, "seven")),

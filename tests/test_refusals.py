@@ -176,3 +176,13 @@ def test_a_chain_in_a_function_whose_product_is_outside_is_refused() -> None:
     (refusal,) = recognize(model).refusals
     assert refusal.node == "outside"
     assert refusal.reason == "test.layers::Layer0, not Reshape, at node 'dec/Layer0'"
+
+
+def test_vendor_products_are_listed_only_when_asked_for() -> None:
+    model = build().model
+    model.graph.node.append(helper.make_node("MatMulNBits", ["x", "a", "b"], ["z"], "nbits", domain="com.microsoft"))
+    assert recognize(model).refusals == ()
+    report = recognize(model, vendor=True)
+    assert len(report.proofs) == 1
+    assert [refusal.node for refusal in report.refusals] == ["nbits"]
+    assert "MatMulNBits of com.microsoft" in report.refusals[0].reason

@@ -171,7 +171,7 @@ def test_a_dropped_rounding_is_caught() -> None:
 
 def test_a_wrong_type_is_caught() -> None:
     wrong = fact(dtype=1)(*proof_of(rounding="float16"))
-    with pytest.raises(WitnessMismatch, match="is float16 .* but was proved to be float32"):
+    with pytest.raises(WitnessMismatch, match="was proved to be float32"):
         check(wrong, TENSORS)
 
 

@@ -8,24 +8,22 @@ import onnx
 
 from lut4tool.recognize import chains
 from lut4tool.recognize.proof import Proof, Refusal, Report, Site, Witness
-from lut4tool.recognize.walk import Place, Refuse, Value, Walk, check, walked
+from lut4tool.recognize.walk import VENDOR, Place, Refuse, Value, Walk, check, worth_a_walk
 
 __all__ = ["Proof", "Refusal", "Report", "Site", "Witness", "recognize"]
-
-_VENDOR = ("MatMulBnb4", "MatMulNBits")
 
 
 def recognize(model: onnx.ModelProto, vendor: bool = False) -> Report:
     """Prove or refuse, in graph order, every MatMul and Gemm whose weight is decoded from constants (DESIGN section 1).
 
     model: loaded with load_external_data=False; only metadata and literals of at most 16 elements are read.
-    vendor: com.microsoft's 4-bit operators are looked at too.
+    vendor: com.microsoft's 4-bit operators are listed too; no chain proves one yet, so each is refused.
     A refusal is listed where the weight is computed from constants only and passes a Gather, or a Mul or
     DequantizeLinear fed by integers; other products are silent.
     """
-    if not walked(model):
+    if not worth_a_walk(model, vendor):
         return Report((), ())
-    walk = Walk(model)
+    walk = Walk(model, vendor)
     known: dict[Value, Proof | Refuse] = {}
     proofs, refusals = [], []
     for site in walk.products:
@@ -42,6 +40,7 @@ def recognize(model: onnx.ModelProto, vendor: bool = False) -> Report:
 def _prove(walk: Walk, site: Place, known: dict[Value, Proof | Refuse]) -> Proof | None:
     """The proof of one product, or None where its weight is not decoded. Raises Refuse."""
     node = site.node
+    site.require(node.domain != VENDOR, f"{node.op_type} of {VENDOR}, not a chain of standard operators")
     operands = [walk.lookup(site.scope, name) for name in node.input[:2]]
     left, right = (operand is not None and walk.decoded(operand) for operand in (*operands, None, None)[:2])
     if not (left or right):

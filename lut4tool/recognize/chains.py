@@ -18,77 +18,25 @@ def canonical(walk: Walk, site: Place, weight: Value) -> Proof:
     trail = Trail(walk)
     perm, value, at = _transposed(trail, weight, site)
     weight_dtype, dtype, value, at = _rounded(trail, value, at)
+    rows, cols, value, at = _cut_to_matrix(trail, value, at)
 
-    matrix = trail.node(value, "Reshape", at)
-    shape = trail.literal(matrix, 1)
-    matrix.require(shape.dims == (2,), f"Reshape to {shape}, not to [rows, cols]")
-    matrix.require(min(shape.values) > 0, f"Reshape to {shape}, not to rows and cols that are both positive")
-    rows, cols = shape.values
-
-    cut = trail.node(trail.input(matrix, 0), "Slice", matrix)
-    start, end = trail.literal(cut, 1), trail.literal(cut, 2)
-    axes, steps = trail.literal(cut, 3, absent=(0,)), trail.literal(cut, 4, absent=(1,))
-    cut.require(start.is_list(0), f"Slice from {start}, not from [0]")
-    cut.require(end.is_list(rows * cols), f"Slice to {end}, not to [{rows * cols}], rows * cols")
-    cut.require(axes.is_list(0), f"Slice on axes {axes}, not [0]")
-    cut.require(steps.is_list(1), f"Slice with steps {steps}, not [1]")
-
-    flat = trail.node(trail.input(cut, 0), "Reshape", cut)
-    target = trail.literal(flat, 1)
-    flat.require(target.is_list(-1), f"Reshape to {target}, not to [-1]")
-
-    product = trail.node(trail.input(flat, 0), "Mul", flat)
+    product = trail.node(value, "Mul", at)
     entries, column = trail.input(product, 0), trail.input(product, 1)
     if trail.op_type(entries) == "Unsqueeze":
         entries, column = column, entries
-
     lookup = trail.node(entries, "Gather", product)
-    blocked = trail.node(trail.input(lookup, 1), "Reshape", lookup)
-    target = trail.literal(blocked, 1)
-    blocked.require(target.dims == (2,), f"Reshape to {target}, not to [-1, block]")
-    blocked.require(target.values[0] == -1, f"Reshape to {target}, not to [-1, block]")
-    block = target.values[1]
-    blocked.require(block > 0 and block % 2 == 0, f"Reshape to {target}, whose block is not positive and even")
-
-    pairs = trail.node(trail.input(blocked, 0), "Concat", blocked, axis=None)
-    pairs.require(len(pairs.node.input) == 2, f"Concat of {len(pairs.node.input)} values, not of the two nibbles")
-    axis = attribute(pairs, "axis")
-    pairs.require(axis in (1, -1), f"Concat with axis {axis}, not 1")
-
-    first = trail.node(trail.input(pairs, 0), "Unsqueeze", pairs)
-    second = trail.node(trail.input(pairs, 1), "Unsqueeze", pairs)
-    high, low = trail.input(first, 0), trail.input(second, 0)
-    swapped = (trail.op_type(high), trail.op_type(low)) == ("Mod", "Div")
-    pairs.require(not swapped, "Concat of the low nibble first, not of the high nibble first")
-    for unsqueeze in (first, second):
-        axes = trail.literal(unsqueeze, 1)
-        unsqueeze.require(axes.is_one(1, -1), f"Unsqueeze on axes {axes.one}, not 1")
-
-    div, mod = trail.node(high, "Div", first), trail.node(low, "Mod", second)
-    divisor, modulus = trail.literal(div, 1), trail.literal(mod, 1)
-    div.require(divisor.is_one(16), f"Div by {divisor.one}, not 16")
-    mod.require(modulus.is_one(16), f"Mod by {modulus.one}, not 16")
-
-    high_cast = trail.node(trail.input(div, 0), "Cast", div, to=None)
-    low_cast = trail.node(trail.input(mod, 0), "Cast", mod, to=None)
-    for cast in (high_cast, low_cast):
-        to = attribute(cast, "to")
-        cast.require(to == TensorProto.INT64, f"Cast of the bytes to {type_name(to)}, not INT64")
-    source = trail.input(high_cast, 0)
-    pairs.require(trail.input(low_cast, 0) == source, "Concat of nibbles of two values, not of one packed value")
-
-    blocks = -(-rows * cols // block)
-    packed = walk.constant(source, high_cast)
-    high_cast.require(packed.types == {TensorProto.UINT8}, f"packed {packed} is not UINT8")
-    high_cast.require(packed.shapes == {(blocks * block // 2,)}, f"packed {packed} is not [{blocks * block // 2}]")
-
+    block, source, cast = _paired_nibbles(trail, trail.input(lookup, 1), lookup)
     scaled = trail.node(column, "Unsqueeze", product)
     axes = trail.literal(scaled, 1)
     scaled.require(axes.is_one(1, -1), f"Unsqueeze of scales on axes {axes.one}, not 1")
+
+    blocks = -(-rows * cols // block)
+    packed = walk.constant(source, cast)
+    cast.require(packed.types == {TensorProto.UINT8}, f"packed {packed} is not UINT8")
+    cast.require(packed.shapes == {(blocks * block // 2,)}, f"packed {packed} is not [{blocks * block // 2}]")
     scales = walk.constant(trail.input(scaled, 0), scaled)
     scaled.require(scales.types == {TensorProto.FLOAT}, f"scales {scales} is not FLOAT")
     scaled.require(scales.shapes == {(blocks,)}, f"scales {scales} is not [{blocks}], one a block")
-
     table = trail.input(lookup, 0)
     lookup.require(trail.op_type(table) != "input", f"codebook '{table.name}' is an input, not a Constant")
     codebook = walk.constant(table, lookup)
@@ -141,3 +89,63 @@ def _rounded(trail: Trail, value: Value, at: Place) -> tuple[str, str, Value, Pl
     is_half = to in (TensorProto.FLOAT16, TensorProto.BFLOAT16)
     half.require(is_half, f"Cast of the weight to {type_name(to)}, not FLOAT16 or BFLOAT16, under a Cast to FLOAT")
     return DTYPE_NAME[to], "float32", trail.input(half, 0), half
+
+
+def _cut_to_matrix(trail: Trail, value: Value, at: Place) -> tuple[int, int, Value, Place]:
+    """Reshape [-1], Slice [0 : rows * cols], Reshape [rows, cols]: (rows, cols, the value before, the node reached)."""
+    matrix = trail.node(value, "Reshape", at)
+    shape = trail.literal(matrix, 1)
+    matrix.require(shape.dims == (2,), f"Reshape to {shape}, not to [rows, cols]")
+    matrix.require(min(shape.values) > 0, f"Reshape to {shape}, not to rows and cols that are both positive")
+    rows, cols = shape.values
+
+    cut = trail.node(trail.input(matrix, 0), "Slice", matrix)
+    start, end = trail.literal(cut, 1), trail.literal(cut, 2)
+    axes, steps = trail.literal(cut, 3, absent=(0,)), trail.literal(cut, 4, absent=(1,))
+    cut.require(start.is_list(0), f"Slice from {start}, not from [0]")
+    cut.require(end.is_list(rows * cols), f"Slice to {end}, not to [{rows * cols}], rows * cols")
+    cut.require(axes.is_list(0), f"Slice on axes {axes}, not [0]")
+    cut.require(steps.is_list(1), f"Slice with steps {steps}, not [1]")
+
+    flat = trail.node(trail.input(cut, 0), "Reshape", cut)
+    target = trail.literal(flat, 1)
+    flat.require(target.is_list(-1), f"Reshape to {target}, not to [-1]")
+    return rows, cols, trail.input(flat, 0), flat
+
+
+def _paired_nibbles(trail: Trail, value: Value, at: Place) -> tuple[int, Value, Place]:
+    """Both nibbles of each byte, the high one first, in blocks: (block, the bytes, the Cast that reads them)."""
+    blocked = trail.node(value, "Reshape", at)
+    target = trail.literal(blocked, 1)
+    blocked.require(target.dims == (2,), f"Reshape to {target}, not to [-1, block]")
+    blocked.require(target.values[0] == -1, f"Reshape to {target}, not to [-1, block]")
+    block = target.values[1]
+    blocked.require(block > 0 and block % 2 == 0, f"Reshape to {target}, whose block is not positive and even")
+
+    pairs = trail.node(trail.input(blocked, 0), "Concat", blocked, axis=None)
+    pairs.require(len(pairs.node.input) == 2, f"Concat of {len(pairs.node.input)} values, not of the two nibbles")
+    axis = attribute(pairs, "axis")
+    pairs.require(axis in (1, -1), f"Concat with axis {axis}, not 1")
+
+    first = trail.node(trail.input(pairs, 0), "Unsqueeze", pairs)
+    second = trail.node(trail.input(pairs, 1), "Unsqueeze", pairs)
+    high, low = trail.input(first, 0), trail.input(second, 0)
+    swapped = (trail.op_type(high), trail.op_type(low)) == ("Mod", "Div")
+    pairs.require(not swapped, "Concat of the low nibble first, not of the high nibble first")
+    for unsqueeze in (first, second):
+        axes = trail.literal(unsqueeze, 1)
+        unsqueeze.require(axes.is_one(1, -1), f"Unsqueeze on axes {axes.one}, not 1")
+
+    div, mod = trail.node(high, "Div", first), trail.node(low, "Mod", second)
+    divisor, modulus = trail.literal(div, 1), trail.literal(mod, 1)
+    div.require(divisor.is_one(16), f"Div by {divisor.one}, not 16")
+    mod.require(modulus.is_one(16), f"Mod by {modulus.one}, not 16")
+
+    high_cast = trail.node(trail.input(div, 0), "Cast", div, to=None)
+    low_cast = trail.node(trail.input(mod, 0), "Cast", mod, to=None)
+    for cast in (high_cast, low_cast):
+        to = attribute(cast, "to")
+        cast.require(to == TensorProto.INT64, f"Cast of the bytes to {type_name(to)}, not INT64")
+    source = trail.input(high_cast, 0)
+    pairs.require(trail.input(low_cast, 0) == source, "Concat of nibbles of two values, not of one packed value")
+    return block, source, high_cast

@@ -22,6 +22,11 @@ LITERAL_ELEMENTS = 16
 #: Versions of the standard operators that the chains were proved for.
 OPSETS = range(13, 29)
 
+#: Products whose weight is looked at, by domain; the vendor's where they are asked for.
+PRODUCTS = (("", "MatMul"), ("", "Gemm"))
+VENDOR = "com.microsoft"
+VENDOR_PRODUCTS = ((VENDOR, "MatMulBnb4"), (VENDOR, "MatMulNBits"))
+
 _STANDARD = ("", "ai.onnx")
 _TYPES = {number: name for name, number in TensorProto.DataType.items()}
 _INTEGERS = frozenset(number for number, name in _TYPES.items() if name.removeprefix("U").startswith("INT"))
@@ -159,7 +164,7 @@ class Literal(NamedTuple):
 
     def is_one(self, *values: int) -> bool:
         """Whether it is one of the values, of shape [] or [1]."""
-        return len(self.values) == 1 and self.values[0] in values and self.dims in ((), (1,))
+        return self.dims in ((), (1,)) and self.values[0] in values
 
     @property
     def one(self) -> str:
@@ -183,9 +188,10 @@ class Origin(NamedTuple):
 class Walk:
     """The scopes of one model, and memoized answers about their values."""
 
-    def __init__(self, model: onnx.ModelProto) -> None:
+    def __init__(self, model: onnx.ModelProto, vendor: bool = False) -> None:
         self.model = model
-        self.products: list[Place] = []  # every MatMul and Gemm, and others of `also`, in graph order
+        self.wanted = {*PRODUCTS, *(VENDOR_PRODUCTS if vendor else ())}
+        self.products: list[Place] = []  # in graph order
         self.functions = {(_domain(f.domain), f.name, f.overload): i for i, f in enumerate(model.functions)}
         self.calls: dict[int, list[Place]] = {index: [] for index in range(len(model.functions))}
         self._origins: dict[Value, Origin] = {}
@@ -208,7 +214,7 @@ class Walk:
             scope, nodes = waiting[-1]
             for index, node in nodes:
                 place = Place(scope, node, index)
-                if node.op_type in ("MatMul", "Gemm") and node.domain in _STANDARD:
+                if (_domain(node.domain), node.op_type) in self.wanted:
                     self.products.append(place)
                 callee = self.functions.get((_domain(node.domain), node.op_type, node.overload))
                 if callee is not None:
@@ -305,7 +311,7 @@ class Walk:
             elif current not in opened:
                 opened[current] = self._before(current)
                 waiting += [earlier for earlier in opened[current] if earlier not in self._origins]
-            else:  # a cycle's open end and a name with two meanings count as constant: the walk will refuse them in words
+            else:  # a cycle's open end and a name with two meanings count as constant: the walk refuses them in words
                 known = [self._origins.get(earlier, Origin(True)) for earlier in opened[current]]
                 origin = self._combine(current, known)
                 twice = current.name in current.scope.twice
@@ -514,12 +520,13 @@ def attribute(place: Place, name: str, absent: Any = None) -> Any:
     return values[0] if values else absent
 
 
-def walked(model: onnx.ModelProto) -> bool:
+def worth_a_walk(model: onnx.ModelProto, vendor: bool) -> bool:
     """Whether the model has an operator that takes a nibble or an integer weight apart; others are not walked."""
+    signs = {"Mod", "BitwiseAnd", "DequantizeLinear", *(op for _, op in VENDOR_PRODUCTS if vendor)}
     waiting: list[Any] = [model.graph.node, *(function.node for function in model.functions)]
     while waiting:
         for node in waiting.pop():
-            if node.op_type in ("Mod", "BitwiseAnd", "DequantizeLinear"):
+            if node.op_type in signs:
                 return True
             waiting += [a.g.node for a in node.attribute if a.type == AttributeProto.GRAPH]
     return False

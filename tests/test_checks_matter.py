@@ -1,0 +1,159 @@
+"""Mechanical: take any single check out of the recognizer's source, and a mutant is no longer refused as it should."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import onnx
+import pytest
+from mutants import MUTANTS
+
+import lut4tool.recognize
+from lut4tool.recognize import recognize
+
+FOLDER = Path(lut4tool.recognize.__file__).parent
+MODULES = {"walk": "lut4tool.recognize.walk", "chains": "lut4tool.recognize.chains", "__init__": "lut4tool.recognize"}
+
+#: Checks, by how they begin, whose removal the table cannot show, and why.
+KEPT = {
+    "site.require(node.domain != VENDOR": "the table asks for no vendor's products; test_refusals.py does",
+    "if value in met: at.refuse(...)": "without it a cycle of Identity nodes is walked forever",
+    "trail.node(value, 'Transpose', at, perm=None)": "the line before asked for the operator's name",
+    "trail.node(value, 'Cast', at, to=None)": "the line before asked for the operator's name",
+    "trail.node(value, 'Cast', cast, to=None)": "the line before asked for the operator's name",
+}
+
+
+@functools.cache
+def table() -> list[tuple[onnx.ModelProto, str]]:
+    """The mutants' models and sentences."""
+    return [(mutant.model(), mutant.sentence) for mutant in MUTANTS]
+
+
+@functools.cache
+def source(module: str) -> ast.Module:
+    return ast.parse((FOLDER / f"{module}.py").read_text())
+
+
+def is_call(node: ast.AST, *names: str) -> bool:
+    """Whether the node is a call of a method or function of one of these names."""
+    if not isinstance(node, ast.Call):
+        return False
+    function = node.func
+    return (function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")) in names
+
+
+def edits(module: str) -> Iterator[tuple[str, Callable[[ast.Module], None]]]:
+    """Every way to take one check out of a module: (what it is, an edit of a copy of its tree)."""
+    for number, node in enumerate(ast.walk(source(module))):
+        if isinstance(node, ast.Expr) and is_call(node.value, "require", "check"):
+            yield short(node), functools.partial(replace_fields, number, value=ast.Constant(None))
+            yield from conditions(number, node.value.args[0] if is_call(node.value, "require") else None)
+        elif isinstance(node, ast.If) and is_call(getattr(node.body[0], "value", None), "refuse"):
+            yield short(node), functools.partial(replace_fields, number, test=ast.Constant(False))
+            yield from conditions(number, node.test)
+        elif is_call(node, "node") and module == "chains":
+            yield short(node), functools.partial(any_operator, number)
+        elif isinstance(node, ast.FunctionDef) and node.name.startswith("is_"):
+            yield from conditions(number, node.body[-1].value)
+
+
+def conditions(number: int, condition: ast.AST | None) -> Iterator[tuple[str, Callable[[ast.Module], None]]]:
+    """Every way to leave out one operand of an `and` or `or`, or one side of a chained comparison, in a check."""
+    for inner, node in enumerate(ast.walk(condition) if condition else ()):
+        if isinstance(node, ast.BoolOp):
+            for operand in range(len(node.values)):
+                yield (
+                    f"{short(node.values[operand])} of {short(condition)}",
+                    functools.partial(without_operand, number, inner, operand),
+                )
+
+
+def replace_fields(number: int, tree: ast.Module, **fields: ast.AST) -> None:
+    """Replace fields of the node of this number."""
+    node = list(ast.walk(tree))[number]
+    for name, value in fields.items():
+        setattr(node, name, value)
+
+
+def without_operand(number: int, inner: int, operand: int, tree: ast.Module) -> None:
+    """Leave one operand of an `and` or `or` out."""
+    node = list(ast.walk(tree))[number]
+    if isinstance(node, ast.Expr):
+        node = node.value.args[0]
+    elif isinstance(node, ast.If):
+        node = node.test
+    else:
+        node = node.body[-1].value
+    operation = list(ast.walk(node))[inner]
+    operation.values[operand] = ast.Constant(isinstance(operation.op, ast.And))
+
+
+def any_operator(number: int, tree: ast.Module) -> None:
+    """Let `trail.node(value, "Op", ...)` take any operator: the one that is there."""
+    call = list(ast.walk(tree))[number]
+    found = ast.Attribute(ast.Name("trail", ast.Load()), "op_type", ast.Load())
+    call.args[1] = ast.Call(found, [copy.deepcopy(call.args[0])], [])
+
+
+def short(node: ast.AST) -> str:
+    """A check as one line of source."""
+    if isinstance(node, ast.If):
+        return f"if {ast.unparse(node.test)}: {ast.unparse(node.body[0].value.func)}(...)"
+    return ast.unparse(node)[:90]
+
+
+def edited_recognize(module: str, edit: Callable[[ast.Module], None]) -> Callable[[onnx.ModelProto], object]:
+    """The recognizer with one module's source edited; the real modules are put back."""
+    trees = {name: copy.deepcopy(source(name)) for name in MODULES}
+    edit(trees[module])
+    saved = {name: sys.modules[name] for name in MODULES.values()}
+    try:
+        for name, full in MODULES.items():
+            fresh = types.ModuleType(full)
+            fresh.__path__ = [str(FOLDER)]
+            sys.modules[full] = fresh
+            exec(compile(ast.fix_missing_locations(trees[name]), f"edited {name}.py", "exec"), fresh.__dict__)
+        return sys.modules["lut4tool.recognize"].recognize
+    finally:
+        sys.modules.update(saved)
+
+
+def is_noticed(edited: Callable[[onnx.ModelProto], object]) -> bool:
+    """Whether some mutant is accepted, refused with another sentence, or breaks the recognizer."""
+    for model, sentence in table():
+        try:
+            report = edited(model)
+        except Exception:  # noqa: BLE001 - a crash is what a removed check may lead to
+            return True
+        if report.proofs or not report.refusals or any(sentence not in refusal.reason for refusal in report.refusals):
+            return True
+    return False
+
+
+CHECKS = [
+    (module, what, edit) for module in MODULES for what, edit in edits(module) if not what.startswith(tuple(KEPT))
+]
+
+
+def test_the_whole_recognizer_refuses_every_mutant() -> None:
+    assert not is_noticed(recognize)
+    assert not is_noticed(edited_recognize("chains", lambda tree: None))
+
+
+def test_the_checks_are_found() -> None:
+    count = {module: sum(found == module for found, _, _ in CHECKS) for module in MODULES}
+    assert count["chains"] >= (FOLDER / "chains.py").read_text().count(".require(") + 14
+    assert count["walk"] > 20
+    assert count["__init__"] >= 4
+
+
+@pytest.mark.parametrize(("module", "what", "edit"), CHECKS, ids=[f"{module}: {what}" for module, what, _ in CHECKS])
+def test_without_one_check_a_mutant_passes(module: str, what: str, edit: Callable[[ast.Module], None]) -> None:
+    assert is_noticed(edited_recognize(module, edit)), f"no mutant needs the check in {module}.py: {what}"
