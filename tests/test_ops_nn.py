@@ -16,7 +16,6 @@ pytestmark = pytest.mark.usefixtures("place")
 
 XFAIL = {
     "test_attention_4d_causal_fp16_expanded": "sums of halves differ by a float16 step, 1.2e-3; tolerance 1e-3",
-    "test_tfidfvectorizer_.*": "TfIdfVectorizer is not written: it counts n-grams for classic learning",
 }
 RNG = np.random.default_rng(7)
 
@@ -352,3 +351,16 @@ def test_attention(options, past, mask):
     found = Runtime(model, device="cpu").run(None, feeds)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["TF", "IDF", "TFIDF"])
+@pytest.mark.parametrize("kind", ["integers", "strings"])
+@pytest.mark.parametrize(("shortest", "skips"), [(1, 0), (1, 2), (2, 1)])
+def test_tf_idf_vectorizer(mode, kind, shortest, skips):
+    pool, x = [2, 3, 5, 4, 5, 6, 7, 8, 6, 7], RNG.integers(2, 9, (3, 12))
+    options = {"pool_int64s": pool} if kind == "integers" else {"pool_strings": [str(item) for item in pool]}
+    against_onnxruntime(
+        "TfIdfVectorizer", 9, [x if kind == "integers" else x.astype(str).astype(object)], **options, mode=mode,
+        min_gram_length=shortest, max_gram_length=2, max_skip_count=skips, ngram_counts=[0, 4],
+        ngram_indexes=[0, 1, 2, 3, 4, 5, 6], weights=[0.5, 1.0, 2.0, 0.1, 3.0, 0.7, 1.5],
+    )  # fmt: skip

@@ -130,7 +130,7 @@ def _run(
             new = step(cell, inputs[t], state)
             state = new if ends is None else tuple(xp.where(ends[t], a, s) for a, s in zip(new, state, strict=True))
             sequence[t] = state[0] if ends is None else xp.where(ends[t], new[0], 0 * new[0])
-        outputs.append(xp.stack(sequence))
+        outputs.append(xp.stack(sequence) if steps else inputs[..., :hidden])
         finals.append(state)
     y, last = xp.stack(outputs, 1), [xp.stack(parts) for parts in zip(*finals, strict=True)]
     if layout:

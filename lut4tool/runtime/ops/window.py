@@ -74,6 +74,8 @@ def window(
         count = -(-room // stride) + 1 if ceil_mode else room // stride + 1
         if ceil_mode and (count - 1) * stride >= length + asked[axis]:
             count -= 1
+        if count < 1:
+            raise ValueError(f"a window of {span} does not fit {length} elements and {room + span} with padding")
         out.append(count)
         after.append(max(asked[axis + rank], (count - 1) * stride + span - length - asked[axis]))
     before, wanted = tuple(asked[:rank]), tuple(asked[rank:])
