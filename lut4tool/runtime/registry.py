@@ -4,7 +4,8 @@ An operator is one function. Positional parameters are the ONNX inputs in order 
 input has the default None, a required one after it REQUIRED; `*name` for a variadic one); keyword-only parameters are
 the attributes under their ONNX names with the schema's defaults (an optional attribute without one: None; a required
 one has no default). Attributes come as int, float, str, list or, for tensors, NumPy arrays. It returns one value, or a
-tuple where the operator has several outputs (extra trailing values are dropped). Reserved parameters, given by the plan where they appear:
+tuple where the operator has several outputs (extra trailing values are dropped). Reserved parameters, given by the plan
+where they appear:
 
     xp           first positional: numpy where every input is a host value, else mlx.core
     outputs      keyword-only: how many outputs the node asks for (trailing ones may be left out)
@@ -32,7 +33,7 @@ from typing import Any
 from lut4tool.errors import Lut4Error
 
 NEWEST = 10_000
-REQUIRED: Any = object()
+REQUIRED: Any = object()  #: the default of a required input after an optional one
 
 
 class Unsupported(Lut4Error):  # noqa: N818 - the sentence that a user reads begins with it

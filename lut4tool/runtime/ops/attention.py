@@ -60,7 +60,8 @@ def attention(
 ) -> Any:  # fmt: skip
     """Causality counts from the end of the cache, a row that sees nothing is 0, the scores can come out."""
     xp, query, key, value, mask, old_key, old_value = working(q, k, v, attn_mask, past_key, past_value)
-    query, key, value = split_heads(xp, query, q_num_heads), split_heads(xp, key, kv_num_heads), split_heads(xp, value, kv_num_heads)
+    query = split_heads(xp, query, q_num_heads)
+    key, value = split_heads(xp, key, kv_num_heads), split_heads(xp, value, kv_num_heads)
     if old_key is not None:
         key, value = xp.concatenate([old_key, key], axis=2), xp.concatenate([old_value, value], axis=2)
     present = key, value
