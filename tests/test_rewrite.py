@@ -183,6 +183,20 @@ def test_a_value_captured_by_a_subgraph_stays_alive():
     assert_same_results(built, after)
 
 
+def test_a_value_captured_by_a_list_of_graphs_stays_alive():
+    """No standard operator has such an attribute; a custom one may."""
+    model = build().model
+    output = helper.make_tensor_value_info("inner", TensorProto.FLOAT, None)
+    nodes = [helper.make_node("Identity", ["dec/Mul_out"], ["inner"])]
+    graphs = [helper.make_graph(nodes, f"graph{index}", [], [output]) for index in range(2)]
+    model.graph.node.append(helper.make_node("Any", [], ["any"], domain="custom", bodies=graphs))
+    model.opset_import.append(helper.make_opsetid("custom", 1))
+    after = copy.deepcopy(model)
+    rewrite_model(after, Tensors(None), witness=False)
+    assert compare(model, after).wrong == []
+    assert find_node(after, "dec/Mul")
+
+
 def test_a_name_that_a_subgraph_takes_again_is_no_use_of_ours():
     """Not valid ONNX, but in the wild: an inner input or initializer of the same name hides the chain's value."""
     model = build().model
