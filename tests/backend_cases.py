@@ -126,7 +126,7 @@ def against_onnxruntime(
     atol: float = 1e-7,
     **attributes: Any,
 ) -> None:
-    """Run one operator at one opset version here and in onnxruntime, unoptimized, and compare values and exact types."""
+    """Run one operator at one opset version here and in onnxruntime, unoptimized; compare values and exact types."""
     import onnxruntime
 
     from lut4tool.runtime.session import Runtime

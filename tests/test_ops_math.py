@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from backend_cases import against_onnxruntime, cases, check, single
 
+from lut4tool.runtime.ops import compute
 from lut4tool.runtime.session import Runtime
 
 
@@ -20,6 +21,13 @@ def run(
 @pytest.mark.parametrize("case", cases("math"))
 def test_node(case):
     check(case)
+
+
+@pytest.mark.parametrize("case", cases("math"))
+def test_node_in_mlx(case, monkeypatch):
+    """As on a GPU: what runs in NumPy on a CPU runs in MLX."""
+    monkeypatch.setattr(compute, "on_host", lambda: False)
+    check(case, atol=5e-6)
 
 
 SIGNED = (np.int8, np.int16, np.int32, np.int64)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
+from lut4tool.runtime.ops import compute
 from lut4tool.runtime.plan import RunError
 from lut4tool.runtime.session import Runtime
 
@@ -26,6 +27,13 @@ def run(op_type: str, *inputs: np.ndarray | None, version: int = 21, outputs: in
 @pytest.mark.parametrize("case", cases("tensor", xfail=XFAIL))
 def test_node(case):
     check(case)
+
+
+@pytest.mark.parametrize("case", cases("tensor", xfail=XFAIL))
+def test_node_in_mlx(case, monkeypatch):
+    """As on a GPU: what runs in NumPy on a CPU runs in MLX."""
+    monkeypatch.setattr(compute, "on_host", lambda: False)
+    check(case, atol=5e-6)
 
 
 def ints(*values: int) -> np.ndarray:

@@ -7,6 +7,8 @@ from functools import partial, reduce
 from math import pi, sqrt
 from typing import Any
 
+import numpy as np
+
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.ops.compute import computed, on_device
 from lut4tool.runtime.registry import op
@@ -113,7 +115,8 @@ def mod(xp: Any, a: Any, b: Any, *, fmod: int = 0) -> Any:
 def power(xp: Any, x: Any, y: Any) -> Any:
     """Return x ** y in x's type, any type of y since 12; a negative power of an integer truncates to 0, 1 or -1."""
     if xp.issubdtype(x.dtype, xp.floating):
-        return xp.power(x, y.astype(x.dtype))
+        y = y.astype(x.dtype)
+        return x**y if xp is np else computed(lambda xp, x, y: x**y, x, y)
     if xp.issubdtype(y.dtype, xp.floating):
         return xp.power(x.astype(y.dtype), y).astype(x.dtype)
     powers = xp.power(x, xp.maximum(y, 0).astype(x.dtype))
@@ -123,11 +126,13 @@ def power(xp: Any, x: Any, y: Any) -> Any:
     return xp.where(y < 0, xp.where(x * x == 1, ones, xp.zeros_like(x)), powers)
 
 
+_LARGEST = 3.4028234663852886e38
+
+
 @op("Clip", since=6, until=10)
-def clip_attributes(xp: Any, x: Any, *, min: float | None = None, max: float | None = None) -> Any:
-    """Bounds are attributes before 11; their defaults, the largest float32 values, do not clip."""
-    low, high = (None if bound is None else xp.array(bound, dtype=x.dtype) for bound in (min, max))
-    return clip(xp, x, low, high)
+def clip_attributes(xp: Any, x: Any, *, min: float = -_LARGEST, max: float = _LARGEST) -> Any:
+    """Bounds are attributes before 11; by default they are float32's finite ones, which cut infinity too."""
+    return clip(xp, x, xp.array(min, dtype=x.dtype), xp.array(max, dtype=x.dtype))
 
 
 @op("Clip", since=11)

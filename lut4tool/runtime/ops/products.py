@@ -21,6 +21,9 @@ def product(a: Any, b: Any) -> Any:
     xp, wide_a, wide_b = working(a, b)
     if xp is mx and not mx.issubdtype(wide_a.dtype, mx.inexact):
         xp, wide_a, wide_b = np, to_numpy(a), to_numpy(b)
+    if wide_a.ndim > 2 and wide_b.ndim == 2:  # one tall product instead of one a batch
+        rows = wide_a.reshape(-1, wide_a.shape[-1]) if wide_a.size else wide_a
+        return finish(xp.matmul(rows, wide_b).reshape(*wide_a.shape[:-1], wide_b.shape[-1]), a)
     return finish(xp.matmul(wide_a, wide_b), a)
 
 
