@@ -155,6 +155,13 @@ def test_identity_before_any_node(role: str) -> None:
     assert_proved(identities=(role,), perm="written", rounding="float16", casts=2)
 
 
+@pytest.mark.parametrize("axes", [[], ["", "dec/step"]], ids=["no axes", "no axes, a step"])
+def test_slice_without_axes(axes: list[str]) -> None:
+    built = build(check=False)
+    find_node(built.model, "dec/Slice").input[3:] = axes
+    assert same_bits(matrix_of(only_proof(built)), evaluated(built, "dec/ToMatrix_out"))
+
+
 @pytest.mark.parametrize("opset", range(13, 29))
 def test_every_opset(opset: int) -> None:
     assert_proved(opset=opset, defaults=True, rounding="float16", perm="written")

@@ -28,25 +28,24 @@ def recognize(model: onnx.ModelProto, vendor: bool = False) -> Report:
     proofs, refusals = [], []
     for site in walk.products:
         try:
-            proof = _prove(walk, site, known)
+            proofs.append(_prove(walk, site, known))
         except Refuse as refuse:
-            refusals.append(Refusal(site.title, refuse.reason, refuse.at))
-            continue
-        if proof is not None:
-            proofs.append(proof)
+            if site.node.domain == VENDOR or any(_decoded(walk, site)):
+                refusals.append(Refusal(site.title, refuse.reason, refuse.at))
     return Report(tuple(proofs), tuple(refusals))
 
 
-def _prove(walk: Walk, site: Place, known: dict[Value, Proof | Refuse]) -> Proof | None:
-    """The proof of one product, or None where its weight is not decoded. Raises Refuse."""
+def _decoded(walk: Walk, site: Place) -> list[bool]:
+    """Whether each operand of a product is a weight that is decoded from constants."""
+    operands = (walk.lookup(site.scope, name) for name in site.node.input[:2])
+    return [operand is not None and walk.decoded(operand) for operand in operands]
+
+
+def _prove(walk: Walk, site: Place, known: dict[Value, Proof | Refuse]) -> Proof:
+    """The proof of one product; `known` is shared by those that share a weight. Raises Refuse."""
     node = site.node
     site.require(node.domain != VENDOR, f"{node.op_type} of {VENDOR}, not a chain of standard operators")
-    operands = [walk.lookup(site.scope, name) for name in node.input[:2]]
-    left, right = (operand is not None and walk.decoded(operand) for operand in (*operands, None, None)[:2])
-    if not (left or right):
-        return None
     site.require(node.op_type == "MatMul", f"{node.op_type}, not MatMul")
-    site.require(right, "the weight is on the left of MatMul, not on its right")
     site.require(walk.is_standard(node, "MatMul"), "MatMul is a function of this model, not ONNX's")
     check(site, {})
     walk.find(site.scope, node.input[0], site)
@@ -55,9 +54,10 @@ def _prove(walk: Walk, site: Place, known: dict[Value, Proof | Refuse]) -> Proof
         try:
             known[weight] = chains.canonical(walk, site, weight)
         except Refuse as refuse:
-            known[weight] = refuse
+            known[weight] = refuse.with_traceback(None)  # or it would keep the walk alive
     found = known[weight]
     if isinstance(found, Refuse):
+        site.require(_decoded(walk, site) != [True, False], "the weight is on the left of MatMul, not on its right")
         raise found
     for name in found.inputs[1:]:
         walk.find(site.scope, name, site)
