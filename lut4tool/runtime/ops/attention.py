@@ -102,11 +102,16 @@ def rotary_embedding(
     heads = split_heads(xp, data, num_heads)  # [B, heads, T, D]
     if at is not None:
         cos, sin = xp.take(cos, at, axis=0), xp.take(sin, at, axis=0)
-    cos, sin = xp.expand_dims(cos, 1), xp.expand_dims(sin, 1)  # [B, 1, T, D / 2]
-    turned, kept = heads[..., : rotary_embedding_dim or None], heads[..., rotary_embedding_dim or heads.shape[-1] :]
-    half = turned.shape[-1] // 2
-    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
+    y = turned(xp, heads, cos, sin, interleaved, rotary_embedding_dim)
+    return finish((xp.swapaxes(y, 1, 2).reshape(x.shape) if x.ndim == 3 else y), x)
+
+
+def turned(xp: Any, heads: Any, cos: Any, sin: Any, interleaved: int | None, dim: int | None) -> Any:
+    """Heads [B, N, T, H] with their first `dim` elements (0 or None: all) turned by cos and sin [B, T, dim / 2]."""
+    cos, sin = xp.expand_dims(cos, 1), xp.expand_dims(sin, 1)
+    part, kept = heads[..., : dim or None], heads[..., dim or heads.shape[-1] :]
+    half = part.shape[-1] // 2
+    a, b = (part[..., 0::2], part[..., 1::2]) if interleaved else (part[..., :half], part[..., half:])
     real, imaginary = cos * a - sin * b, sin * a + cos * b
     joined = xp.stack([real, imaginary], axis=-1) if interleaved else xp.concatenate([real, imaginary], axis=-1)
-    y = xp.concatenate([joined.reshape(turned.shape), kept], axis=-1)
-    return finish((xp.swapaxes(y, 1, 2).reshape(x.shape) if x.ndim == 3 else y), x)
+    return xp.concatenate([joined.reshape(part.shape), kept], axis=-1)
