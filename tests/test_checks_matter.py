@@ -24,9 +24,9 @@ MODULES = {"walk": "lut4tool.recognize.walk", "chains": "lut4tool.recognize.chai
 KEPT = {
     "site.require(node.domain != VENDOR": "the table asks for no vendor's products; test_refusals.py does",
     "if value in met: at.refuse(...)": "without it a cycle of Identity nodes is walked forever",
-    "trail.node(value, 'Transpose', at, perm=None)": "the line before asked for the operator's name",
-    "trail.node(value, 'Cast', at, to=None)": "the line before asked for the operator's name",
-    "trail.node(value, 'Cast', cast, to=None)": "the line before asked for the operator's name",
+    "trail.node(value, 'Transpose', at, 'perm')": "the line before asked for the operator's name",
+    "trail.node(value, 'Cast', at, 'to')": "the line before asked for the operator's name",
+    "trail.node(value, 'Cast', cast, 'to')": "the line before asked for the operator's name",
 }
 
 

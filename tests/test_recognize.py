@@ -370,3 +370,73 @@ def test_a_model_that_has_no_chain_has_an_empty_report() -> None:
     )
     report = recognize(helper.make_model(graph))
     assert (report.proofs, report.refusals) == ((), ())
+
+
+# Soundness: whatever is done to a chain, a proof that is still given says what the chain computes.
+
+OTHER_OPERATORS = (
+    "Add",
+    "Sub",
+    "Mul",
+    "Div",
+    "Mod",
+    "Identity",
+    "Abs",
+    "Neg",
+    "Reshape",
+    "Unsqueeze",
+    "Transpose",
+    "Cast",
+)
+
+
+def disturb(draw: Any, model: onnx.ModelProto) -> None:
+    """Make one random edit: another literal, wire, operator, attribute or shape."""
+    graph = model.graph
+    kind = draw(st.sampled_from(["literal", "wire", "operator", "attribute", "shape"]))
+    if kind in ("literal", "shape"):
+        tensor = draw(st.sampled_from(list(graph.initializer)))
+        array = numpy_helper.to_array(tensor)
+        if kind == "shape":
+            array = draw(
+                st.sampled_from([array.reshape(-1, 1), array.reshape(1, -1), array[:-1], np.append(array, array[:1])])
+            )
+        elif array.dtype == np.int64:
+            array = np.array(array)
+            place = draw(st.integers(0, array.size - 1))
+            array.flat[place] = draw(st.sampled_from([-16, -1, 0, 1, 2, 6, 8, 10, 15, 16, 60, 64]))
+        tensor.CopyFrom(make_tensor(tensor.name, array))
+        return
+    position = draw(st.integers(0, len(graph.node) - 1))
+    node = graph.node[position]
+    if kind == "wire" and node.input:
+        names = ["x", *(t.name for t in graph.initializer), *(n.output[0] for n in graph.node[:position])]
+        node.input[draw(st.integers(0, len(node.input) - 1))] = draw(st.sampled_from(names))
+    elif kind == "operator":
+        node.op_type = draw(st.sampled_from(OTHER_OPERATORS))
+    elif kind == "attribute" and node.attribute and node.attribute[0].type == onnx.AttributeProto.INT:
+        node.attribute[0].i = draw(st.sampled_from([-1, 0, 1, 6, 7, 10, 16]))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # onnx.reference, on what the edits make of the numbers
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(st.data(), st.integers(1, 3))
+def test_no_edit_leads_to_a_wrong_proof(data: st.DataObject, count: int) -> None:
+    rounding, perm = data.draw(st.sampled_from([("none", "none"), ("float16", "written")]))
+    built = build(check=False, rounding=rounding, perm=perm, defaults=True, adjoint=rounding != "none")
+    for _ in range(count):
+        disturb(data.draw, built.model)
+    for proof in recognize(built.model).proofs:
+        assert same_bits(matrix_of(proof), weight_alone(built.model, proof.weight))
+
+
+def weight_alone(model: onnx.ModelProto, name: str) -> np.ndarray:
+    """A value that needs no input, by onnx.reference: the nodes after it may be broken."""
+    graph = onnx.GraphProto()
+    graph.CopyFrom(model.graph)
+    last = next(index for index, node in enumerate(graph.node) if name in node.output)
+    del graph.node[last + 1 :]
+    del graph.input[:]
+    del graph.output[:]
+    graph.output.append(onnx.ValueInfoProto(name=name))
+    return ReferenceEvaluator(helper.make_model(graph, opset_imports=model.opset_import)).run(None, {})[0]

@@ -47,7 +47,7 @@ def _prove(walk: Walk, site: Place, known: dict[Value, Proof | Refuse]) -> Proof
     site.require(node.domain != VENDOR, f"{node.op_type} of {VENDOR}, not a chain of standard operators")
     site.require(node.op_type == "MatMul", f"{node.op_type}, not MatMul")
     site.require(walk.is_standard(node, "MatMul"), "MatMul is a function of this model, not ONNX's")
-    check(site, {})
+    check(site)
     walk.find(site.scope, node.input[0], site)
     weight = walk.source(walk.find(site.scope, node.input[1], site), site)
     if weight not in known:

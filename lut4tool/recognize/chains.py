@@ -67,7 +67,7 @@ def _transposed(trail: Trail, value: Value, at: Place) -> tuple[tuple[int, int],
     """Nothing, or a Transpose of the two axes: (perm, the value before, the node reached)."""
     if trail.op_type(value) != "Transpose":
         return (0, 1), value, at
-    transpose = trail.node(value, "Transpose", at, perm=None)
+    transpose = trail.node(value, "Transpose", at, "perm")
     perm = attribute(transpose, "perm", [1, 0])
     transpose.require(perm == [1, 0], f"Transpose with perm {perm}, not [1, 0]")
     return (1, 0), trail.input(transpose, 0), transpose
@@ -77,14 +77,14 @@ def _rounded(trail: Trail, value: Value, at: Place) -> tuple[str, str, Value, Pl
     """Nothing, a Cast to a half type, or one and a Cast to FLOAT: (weight_dtype, dtype, value before, node reached)."""
     if trail.op_type(value) != "Cast":
         return "float32", "float32", value, at
-    cast = trail.node(value, "Cast", at, to=None)
+    cast = trail.node(value, "Cast", at, "to")
     to = attribute(cast, "to")
     cast.require(to in DTYPE_NAME, f"Cast of the weight to {type_name(to)}, not FLOAT16, BFLOAT16 or FLOAT over one")
     dtype, value = DTYPE_NAME[to], trail.input(cast, 0)
     if dtype != "float32":
         return dtype, dtype, value, cast
     cast.require(trail.op_type(value) == "Cast", "Cast of the weight to FLOAT over no Cast to FLOAT16 or BFLOAT16")
-    half = trail.node(value, "Cast", cast, to=None)
+    half = trail.node(value, "Cast", cast, "to")
     to = attribute(half, "to")
     is_half = to in (TensorProto.FLOAT16, TensorProto.BFLOAT16)
     half.require(is_half, f"Cast of the weight to {type_name(to)}, not FLOAT16 or BFLOAT16, under a Cast to FLOAT")
@@ -122,7 +122,7 @@ def _paired_nibbles(trail: Trail, value: Value, at: Place) -> tuple[int, Value, 
     block = target.values[1]
     blocked.require(block > 0 and block % 2 == 0, f"Reshape to {target}, whose block is not positive and even")
 
-    pairs = trail.node(trail.input(blocked, 0), "Concat", blocked, axis=None)
+    pairs = trail.node(trail.input(blocked, 0), "Concat", blocked, "axis")
     pairs.require(len(pairs.node.input) == 2, f"Concat of {len(pairs.node.input)} values, not of the two nibbles")
     axis = attribute(pairs, "axis")
     pairs.require(axis in (1, -1), f"Concat with axis {axis}, not 1")
@@ -141,8 +141,8 @@ def _paired_nibbles(trail: Trail, value: Value, at: Place) -> tuple[int, Value, 
     div.require(divisor.is_one(16), f"Div by {divisor.one}, not 16")
     mod.require(modulus.is_one(16), f"Mod by {modulus.one}, not 16")
 
-    high_cast = trail.node(trail.input(div, 0), "Cast", div, to=None)
-    low_cast = trail.node(trail.input(mod, 0), "Cast", mod, to=None)
+    high_cast = trail.node(trail.input(div, 0), "Cast", div, "to")
+    low_cast = trail.node(trail.input(mod, 0), "Cast", mod, "to")
     for cast in (high_cast, low_cast):
         to = attribute(cast, "to")
         cast.require(to == TensorProto.INT64, f"Cast of the bytes to {type_name(to)}, not INT64")

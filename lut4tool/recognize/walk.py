@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -288,7 +288,7 @@ class Walk:
             node = value.definition
             if not isinstance(node, NodeProto) or not self.is_standard(node, "Identity"):
                 break
-            check(Place(value.scope, node), {})
+            check(Place(value.scope, node))
             if value in met:
                 at.refuse(f"the Identity of value '{value.name}' reads its own output, a cycle")
             met.add(value)
@@ -440,10 +440,10 @@ class Trail:
             return found.op_type
         return "input" if isinstance(found, Argument) else "initializer"
 
-    def node(self, value: Value, op: str, at: Place, **free: Any) -> Place:
-        """The node that makes a value, checked: the ONNX operator `op`, its inputs there, its attributes at default.
+    def node(self, value: Value, op: str, at: Place, *free: str) -> Place:
+        """The node that makes a value, checked: the ONNX operator `op`, each attribute at its default or `free`.
 
-        free: attributes whose value the chain reads itself, mapped to what an absent one means.
+        free: attributes whose value the chain reads itself.
         """
         found = value.definition
         if not isinstance(found, NodeProto):
@@ -486,7 +486,7 @@ class Trail:
         return tuple(last.values())
 
 
-def check(place: Place, free: Mapping[str, Any]) -> None:
+def check(place: Place, free: Collection[str] = ()) -> None:
     """Refuse a node with inputs, outputs or attributes that onnx's schema, of the scope's version, does not have.
 
     An attribute at its default counts as absent; one at another value is refused unless it is `free`.
@@ -544,7 +544,7 @@ def _constant_tensor(place: Place) -> TensorProto:
     for written in place.node.attribute:
         held = written.name in ("value", *_NUMBERS)
         place.require(held, f"Constant with {written.name}; value, value_int(s) or value_float(s) is expected")
-    check(place, {"value": None, **_NUMBERS})
+    check(place, ("value", *_NUMBERS))
     place.require(len(place.node.attribute) == 1, f"Constant with {len(place.node.attribute)} attributes, not one")
     written = place.node.attribute[0]
     if written.name == "value":
