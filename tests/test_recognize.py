@@ -401,7 +401,7 @@ def disturb(draw: Any, model: onnx.ModelProto) -> None:
             array = draw(
                 st.sampled_from([array.reshape(-1, 1), array.reshape(1, -1), array[:-1], np.append(array, array[:1])])
             )
-        elif array.dtype == np.int64:
+        elif array.dtype == np.int64 and array.size:
             array = np.array(array)
             place = draw(st.integers(0, array.size - 1))
             array.flat[place] = draw(st.sampled_from([-16, -1, 0, 1, 2, 6, 8, 10, 15, 16, 60, 64]))
