@@ -407,3 +407,36 @@ Runtime(model, device="cpu").run(None, {{"x": np.ones((1, 3), np.float32), "y": 
 assert not [name for name in sys.modules if name.startswith(("onnx.reference", "onnxruntime", "lut4tool.recognize"))]
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux alone")
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_a_large_external_weight_is_in_memory_once(tmp_path: Path, dtype: Any) -> None:
+    """320 MB in a file with an offset; in a fresh process, for a peak is for life."""
+    count, offset = (320 << 20) // np.dtype(dtype).itemsize, 4096 + 64
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    weight = onnx.TensorProto(name="w", dims=[count], data_type=kind, data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", "w.bin"), ("offset", str(offset))):
+        weight.external_data.add(key=key, value=value)
+    nodes = [helper.make_node("Gather", ["w", "at"], ["y"])]
+    infos = [helper.make_tensor_value_info("at", TensorProto.INT64, [3]), helper.make_tensor_value_info("y", kind, [3])]
+    graph = helper.make_graph(nodes, "g", infos[:1], infos[1:], [weight])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "m.onnx")
+    values = np.memmap(tmp_path / "w.bin", np.uint8, "w+", shape=offset + (320 << 20))[offset:].view(dtype)
+    values[[1, count // 3, count - 1]] = [1, 2, 3]
+    values.base.flush()
+    program = f"""
+import resource, sys
+import numpy as np
+from onnx import parser
+from lut4tool.runtime import Runtime
+small = parser.parse_model('<ir_version: 8, opset_import: ["" : 17]> {ADD}')
+Runtime(small, device="cpu").run(None, {{"x": np.ones((1, 3), np.float32), "y": np.ones((1, 3), np.float32)}})
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+(y,) = Runtime(sys.argv[1], device="cpu").run(None, {{"at": np.array([1, {count // 3}, {count - 1}])}})
+assert y.astype(float).tolist() == [1, 2, 3], y
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "m.onnx")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert int(done.stdout) < (320 + 64 + 32) * 1024

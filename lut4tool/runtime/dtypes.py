@@ -7,6 +7,7 @@ ml_dtypes' types (`str` objects in object arrays for strings).
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,9 @@ BY_NUMPY: Mapping[np.dtype, Type] = {row.numpy: row for row in TYPES}
 BY_MLX: Mapping[mx.Dtype, Type] = {row.mlx: row for row in TYPES if row.mlx is not None}
 
 MLX_OF: Mapping[np.dtype, mx.Dtype] = {row.numpy: row.mlx for row in TYPES if row.mlx is not None}
+#: Bytes of a weight that are copied at a time.
+PIECE = 64 << 20
+
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -96,6 +100,36 @@ def to_mx(value: Any) -> Any:
     if mlx is None or (mlx is mx.float64 and mx.default_device().type == mx.gpu):
         return value
     return mx.array(value, dtype=mlx)
+
+
+def load(value: Any) -> Any:
+    """A weight as to_mx gives it, evaluated; a large one is copied in pieces, and its file's map leaves the memory."""
+    if not isinstance(value, np.ndarray) or value.nbytes <= PIECE or not value.flags.c_contiguous:
+        copy = to_mx(value)
+        mx.eval(*([copy] if isinstance(copy, mx.array) else []))
+        return copy
+    if not isinstance(to_mx(value.reshape(-1)[:0]), mx.array):
+        return value
+    copy = mx.zeros(value.shape, MLX_OF[value.dtype])
+    mx.eval(copy)
+    source = value.reshape(-1).view(np.uint8)
+    target = to_numpy(copy).reshape(-1).view(np.uint8)  # MLX's own buffer, which nothing else has seen yet
+    for start in range(0, source.size, PIECE):
+        piece = source[start : start + PIECE]
+        target[start : start + PIECE] = piece
+        _forget(piece)
+    return copy
+
+
+def _forget(view: np.ndarray) -> None:
+    """Drop the pages of a file's map under a view: they were read once and are in the file."""
+    base: Any = view.base
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        origin = np.frombuffer(base, np.uint8).ctypes.data
+        start = (view.ctypes.data - origin) // mmap.PAGESIZE * mmap.PAGESIZE
+        base.madvise(mmap.MADV_DONTNEED, start, view.ctypes.data - origin + view.nbytes - start)
 
 
 def to_numpy(value: Any) -> Any:

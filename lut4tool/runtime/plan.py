@@ -22,7 +22,7 @@ from lut4tool.formats import DOMAIN
 from lut4tool.runtime import registry
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.binding import Call, Frame, bind, bind_either
-from lut4tool.runtime.dtypes import to_mx, to_numpy
+from lut4tool.runtime.dtypes import load, to_mx, to_numpy
 from lut4tool.runtime.functions import body_of, infer_types, is_random, schema_of
 from lut4tool.runtime.graph import ABSENT, DROPPED, Graph, RunError, Step
 from lut4tool.runtime.registry import Operator, Unsupported
@@ -137,7 +137,8 @@ class _Planner:
         if self.problems:
             raise Unsupported(_report(list(self.problems)))
         defaults = {name: to_mx(value) for name, value in defaults.items()}
-        return Plan(main, inputs, tuple(graph.output), defaults, self.subgraphs, self.kernels, tuple(self.dynamic))
+        ports = tuple(map(_apart, inputs)), tuple(map(_apart, graph.output))
+        return Plan(main, *ports, defaults, self.subgraphs, self.kernels, tuple(self.dynamic))
 
     def problem(self, text: str) -> None:
         self.problems[text] = None
@@ -164,10 +165,7 @@ class _Planner:
         if constant is None:
             return value.slot
         if form not in constant.slots:
-            held = constant.value if host else to_mx(constant.value)
-            if isinstance(held, mx.array):
-                mx.eval(held)
-            self.frame.append(held)
+            self.frame.append(constant.value if host else load(constant.value))
             constant.slots[form] = len(self.frame) - 1
         return constant.slots[form]
 
@@ -188,7 +186,7 @@ class _Planner:
             self.define(sparse.values.name, Value(constant=Constant(self.dense(sparse))), body.scope)
         self.nodes(graph.node, body)
         outputs = [self.output(value.name, body.scope) for value in graph.output]
-        return body.block.finish(self.frame, slots, outputs, [value.type for value in graph.output])
+        return body.block.finish(self.frame, slots, outputs, [_apart(value).type for value in graph.output])
 
     def subgraph(self, graph: onnx.GraphProto, path: str, outer: Body) -> Graph:
         given = {tensor.name for tensor in graph.initializer}
@@ -412,6 +410,13 @@ class _Planner:
         else:
             dense[tuple(indices.T)] = values
         return dense
+
+
+def _apart(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
+    """A copy: any part of a model keeps the whole of it, weights included, in memory."""
+    copy = onnx.ValueInfoProto()
+    copy.CopyFrom(value)
+    return copy
 
 
 def _bound(site: Site, row: Operator) -> Callable[..., Any]:
