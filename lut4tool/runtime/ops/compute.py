@@ -29,7 +29,7 @@ def working(*values: Any) -> tuple[Any, ...]:
     """
     host = on_host() or any(map(_stays, values))
     xp: Any = np if host else mx
-    return xp, *(None if value is None else _widened(to_numpy(value) if host else to_mx(value)) for value in values)
+    return xp, *(None if value is None else widened(to_numpy(value) if host else to_mx(value)) for value in values)
 
 
 def _stays(value: Any) -> bool:
@@ -39,7 +39,8 @@ def _stays(value: Any) -> bool:
     return value is not None and (value.dtype == np.float64 or value.dtype not in MLX_OF)
 
 
-def _widened(value: Any) -> Any:
+def widened(value: Any) -> Any:
+    """A half as float32, any other value as it is."""
     if isinstance(value, mx.array):
         return value.astype(mx.float32) if value.dtype in (mx.float16, mx.bfloat16) else value
     return value.astype(np.float32) if value.dtype in _HALVES else value
@@ -73,5 +74,5 @@ def on_device(xp: Any, function: Callable[..., Any], *values: Any) -> Any:
     """The same, but host values (xp is numpy) give a host value."""
     if xp is not np:
         return computed(function, *values)
-    result = np.asarray(function(np, *map(_widened, values)))
+    result = np.asarray(function(np, *map(widened, values)))
     return result.astype(numpy_type(values[0]), copy=False)

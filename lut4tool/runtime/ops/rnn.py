@@ -14,7 +14,7 @@ Activation = Callable[[Any], Any]
 Floats = Sequence[float] | None
 
 # Each activation: its default alpha and beta (None: takes none) and f(xp, x, alpha, beta).
-_ACTIVATIONS: dict[str, tuple[float | None, float | None, Callable[..., Any]]] = {
+ACTIVATIONS: dict[str, tuple[float | None, float | None, Callable[..., Any]]] = {
     "sigmoid": (None, None, lambda xp, x, a, b: 1 / (1 + xp.exp(-x))),
     "tanh": (None, None, lambda xp, x, a, b: xp.tanh(x)),
     "relu": (None, None, lambda xp, x, a, b: xp.maximum(x, 0)),
@@ -34,7 +34,7 @@ def _activations(xp: Any, names: Sequence[str], alphas: Floats, betas: Floats) -
     alpha_left, beta_left = list(alphas or ()), list(betas or ())
     functions: list[Activation] = []
     for name in names:
-        alpha, beta, function = _ACTIVATIONS[name.lower()]
+        alpha, beta, function = ACTIVATIONS[name.lower()]
         if alpha is not None and alpha_left:
             alpha = alpha_left.pop(0)
         if beta is not None and beta_left:
