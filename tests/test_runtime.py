@@ -385,6 +385,11 @@ def test_a_plan_tells_what_runs_on_the_host_and_in_which_kernel() -> None:
     )
 
 
+def test_nodes_of_one_name_are_told_apart() -> None:
+    twins = runtime("g (float[N] x) => (float[N] y, float[N] z) { [same] y = Exp(x) [same] z = Neg(x) [] w = Abs(x) }")
+    assert [step.name for step in twins.plan.steps()] == ["same", "same:z", "Abs:w"]
+
+
 def test_a_profile_names_operators_places_and_shapes(tmp_path: Path) -> None:
     chain = runtime("g (float[N] x) => (float[N] y) { a = Exp(x) b = Exp(a) y = Mul(b, a) }")
     rows = chain.profile({"x": floats(5)}, tmp_path / "trace.json")

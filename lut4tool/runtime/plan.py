@@ -119,6 +119,7 @@ class _Planner:
         self.model, self.device, self.tensors = model, device, tensors
         self.frame: Frame = [None, None]
         self.problems: dict[str, None] = {}  # an ordered set
+        self.names: set[str] = set()
         self.dynamic: list[int] = []
         self.kernels: dict[str, Any] = {}
         self.subgraphs: dict[str, Graph] = {}
@@ -206,13 +207,22 @@ class _Planner:
     def nodes(self, nodes: Sequence[onnx.NodeProto], body: Body) -> None:
         later = {output for node in nodes for output in node.output}
         for node in nodes:
-            name = body.scope.path + (node.name or f"{node.op_type}:{next(filter(None, node.output), '')}")
+            name = self.name(node, body.scope)
             inputs = [self.input(wanted, name, body.scope, later) for wanted in node.input]
             domain = _domain(node.domain)
             attributes = self.attributes(node, name, body)
             self.node(Site(node, name, domain, body.versions.get(domain, 1), attributes, inputs, body))
             for output in filter(None, node.output):  # after a problem: the nodes that follow are looked at too
                 body.scope.values.setdefault(output, Value(unknown=True))
+
+    def name(self, node: onnx.NodeProto, scope: Scope) -> str:
+        """The node's name with its path; where it has none, or another node has it too, its first output tells."""
+        output = next(filter(None, node.output), "")
+        name = scope.path + (node.name or f"{node.op_type}:{output}")
+        if name in self.names:
+            name = f"{name}:{output}"
+        self.names.add(name)
+        return name
 
     def input(self, wanted: str, name: str, scope: Scope, later: set[str]) -> Value:
         value = scope.find(wanted) if wanted else Value()
