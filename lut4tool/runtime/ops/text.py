@@ -49,6 +49,7 @@ def string_normalizer(
     fold: Callable[[str], str] = str if is_case_sensitive else str.lower
     stops = {fold(word) for word in stopwords or ()}
     kept = [text for text in x.reshape(-1) if fold(text) not in stops]
-    change: Callable[[str], str] = {"NONE": str, "LOWER": str.lower, "UPPER": str.upper}[case_change_action]
+    changes: dict[str, Callable[[str], str]] = {"NONE": str, "LOWER": str.lower, "UPPER": str.upper}
+    change = changes[case_change_action]
     words = [change(text) for text in kept] or [""]
     return _strings(words, (*x.shape[:-1], len(words)))

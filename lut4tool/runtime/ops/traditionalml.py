@@ -69,8 +69,9 @@ def label_encoder_lists(
 @op("LabelEncoder", domain=DOMAIN, since=4, host=(0,))
 def label_encoder(
     x: Any, *, default_float: float = -0.0, default_int64: int = -1, default_string: str = "_Unused",
-    default_tensor: Any = None, keys_floats: Any = None, keys_int64s: Any = None, keys_strings: Any = None, keys_tensor: Any = None,
-    values_floats: Any = None, values_int64s: Any = None, values_strings: Any = None, values_tensor: Any = None,
+    default_tensor: Any = None, keys_floats: Any = None, keys_int64s: Any = None, keys_strings: Any = None,
+    keys_tensor: Any = None, values_floats: Any = None, values_int64s: Any = None,
+    values_strings: Any = None, values_tensor: Any = None,
 ) -> Any:  # fmt: skip
     """Keys and values as lists or tensors; the default is the one of the values' type."""
     keys = next(given for given in (keys_tensor, keys_floats, keys_int64s, keys_strings) if given is not None)
@@ -101,11 +102,13 @@ _NONE, _SOFTMAX, _LOGISTIC, _SOFTMAX_ZERO, _PROBIT = range(5)
 
 @op("TreeEnsemble", domain=DOMAIN, host=(0,))
 def tree_ensemble(
-    x: Any, *, aggregate_function: int = 1, leaf_targetids: Sequence[int], leaf_weights: Any, membership_values: Any = None,
-    n_targets: int | None = None, nodes_falseleafs: Sequence[int], nodes_falsenodeids: Sequence[int],
+    x: Any, *, aggregate_function: int = 1, leaf_targetids: Sequence[int], leaf_weights: Any,
+    membership_values: Any = None, n_targets: int | None = None,
+    nodes_falseleafs: Sequence[int], nodes_falsenodeids: Sequence[int],
     nodes_featureids: Sequence[int], nodes_hitrates: Any = None,
     nodes_missing_value_tracks_true: Sequence[int] | None = None, nodes_modes: Any, nodes_splits: Any,
-    nodes_trueleafs: Sequence[int], nodes_truenodeids: Sequence[int], post_transform: int = 0, tree_roots: Sequence[int],
+    nodes_trueleafs: Sequence[int], nodes_truenodeids: Sequence[int], post_transform: int = 0,
+    tree_roots: Sequence[int],
 ) -> Any:  # fmt: skip
     """Leaf weights summed, averaged, or their extreme, per target, of the trees that each row [F] walks down."""
     members = _members(nodes_modes, membership_values)
