@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from backend_cases import against_onnxruntime, cases, check, single
+from onnx import helper
 
 from lut4tool.runtime.ops import compute
 from lut4tool.runtime.session import Runtime
@@ -179,3 +180,28 @@ def test_clip(low, high):
     x = np.random.default_rng(5).standard_normal(20).astype(np.float32)
     bounds = [None if bound is None else np.array(bound, np.float32) for bound in (low, high)]
     against_onnxruntime("Clip", 13, [x, *bounds])
+
+
+TOTALS = [
+    (0, 0, [2, 5, 9], [2, 6, 24]),
+    (1, 0, [0, 2, 5], [1, 2, 6]),
+    (0, 1, [9, 7, 4], [24, 12, 4]),
+    (1, 1, [7, 4, 0], [12, 4, 1]),
+]
+
+
+@pytest.mark.parametrize(("exclusive", "reverse", "sums", "products"), TOTALS)
+def test_running_totals_of_a_shape_are_computed_on_the_host(exclusive, reverse, sums, products):
+    """Of the shape [2, 3, 4]; the node tests have MLX's side."""
+    options = {"exclusive": exclusive, "reverse": reverse}
+    nodes = [helper.make_node("Shape", ["x"], ["shape"])]
+    nodes += [helper.make_node(name, ["shape", "axis"], [name], **options) for name in ("CumSum", "CumProd")]
+    values = [
+        helper.make_tensor_value_info(name, kind, None)
+        for name, kind in (("x", 1), ("axis", 7), ("CumSum", 7), ("CumProd", 7))
+    ]
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", values[:2], values[2:]), opset_imports=[helper.make_opsetid("", 26)]
+    )
+    found = Runtime(model, device="cpu").run(None, {"x": np.zeros((2, 3, 4), np.float32), "axis": np.array(0)})
+    np.testing.assert_array_equal(found, [sums, products])

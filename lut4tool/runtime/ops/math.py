@@ -299,16 +299,21 @@ for _name, _rows in _NORMALIZED:
     op(_name, since=13)(partial(_along_axis, _rows))
 
 
-@op("CumSum", host=(1,))
-def cum_sum(x: Any, axis: Any, *, exclusive: int = 0, reverse: int = 0) -> Any:
-    """Running sums along an axis given as an input."""
-    return mx.cumsum(x, axis=int(axis.reshape(-1)[0]), reverse=bool(reverse), inclusive=not exclusive)
+def _running(function: str, xp: Any, x: Any, axis: Any, *, exclusive: int = 0, reverse: int = 0) -> Any:
+    """Running sums or products along an axis given as an input; exclusive ones leave the element itself out."""
+    at = int(axis.reshape(-1)[0])
+    if xp is mx:
+        return getattr(mx, function)(x, axis=at, reverse=bool(reverse), inclusive=not exclusive)
+    moved = np.moveaxis(np.flip(x, at) if reverse else x, at, 0)
+    total = getattr(np, function)(moved, axis=0, dtype=x.dtype)
+    if exclusive:
+        total = np.concatenate([np.full_like(total[:1], function == "cumprod"), total[:-1]])
+    total = np.moveaxis(total, 0, at)
+    return np.flip(total, at) if reverse else total
 
 
-@op("CumProd", host=(1,))
-def cum_prod(x: Any, axis: Any, *, exclusive: int = 0, reverse: int = 0) -> Any:
-    """Running products along an axis given as an input."""
-    return mx.cumprod(x, axis=int(axis.reshape(-1)[0]), reverse=bool(reverse), inclusive=not exclusive)
+for _name, _function in (("CumSum", "cumsum"), ("CumProd", "cumprod")):
+    op(_name, host=(1,))(partial(_running, _function))
 
 
 def _top(x: Any, k: int, axis: int, largest: int) -> tuple[Any, Any]:
