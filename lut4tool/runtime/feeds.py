@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 
 from lut4tool.runtime.backend import mx
+from lut4tool.runtime.cache import Cache
 from lut4tool.runtime.dtypes import BY_NUMBER, to_mx, type_of
 from lut4tool.runtime.graph import RunError
 
@@ -39,6 +40,8 @@ class ValueInfo:
 
     def check_type(self, value: Any, what: str) -> None:
         """Raise RunError where a result is not of the declared element type."""
+        if isinstance(value, Cache):  # of the type that it started with
+            return
         declared = self.proto.tensor_type.elem_type if self.proto.WhichOneof("value") == "tensor_type" else 0
         actual = type_of(value)
         if declared and (actual is None or actual.number != declared):
@@ -56,6 +59,8 @@ class ValueInfo:
         return self._accept_tensor(value, proto.tensor_type, sizes) if kind == "tensor_type" else value
 
     def _accept_tensor(self, value: Any, proto: onnx.TypeProto.Tensor, sizes: Sizes) -> Any:
+        if isinstance(value, Cache):
+            return value
         if not isinstance(value, np.ndarray | np.generic | mx.array):
             raise RunError(f"input '{self.name}' is {self}: a NumPy or MLX array is wanted, not {type(value).__name__}")
         if not isinstance(value, mx.array):

@@ -12,11 +12,13 @@ import onnx
 
 from lut4tool.runtime import backend
 from lut4tool.runtime.backend import mx
+from lut4tool.runtime.cache import Cache
 from lut4tool.runtime.dtypes import to_mx, to_numpy
 from lut4tool.runtime.feeds import Sizes, ValueInfo, describe
 from lut4tool.runtime.graph import NodeError, RunError
 from lut4tool.runtime.plan import plan
 from lut4tool.runtime.profile import Profile
+from lut4tool.runtime.state import State
 from lut4tool.storage import PathLike, Tensors, parse_model, read_model
 
 
@@ -70,6 +72,10 @@ class Runtime:
         Callable from several threads, which take turns. Raises RunError before anything runs for names, types, ranks
         and shapes that do not fit, and for a node that fails, by its name.
         """
+        return self.results(self.evaluate(output_names, feeds), as_numpy)
+
+    def evaluate(self, output_names: Sequence[str] | None, feeds: Mapping[str, Any]) -> list[Any]:
+        """Run once and return the values as the steps made them: MLX arrays, and NumPy arrays of host values."""
         wanted = range(len(self._outputs)) if output_names is None else [self._place(name) for name in output_names]
         with self._lock, mx.stream(self.device), np.errstate(all="ignore"):
             values = self._values(feeds)
@@ -82,7 +88,16 @@ class Runtime:
                 raise
             for place, value in zip(wanted, chosen, strict=True):
                 self._outputs[place].check_type(value, "output")
-            return [_copy(value) if as_numpy else _device(value) for value in chosen]
+            return chosen
+
+    def results(self, values: Sequence[Any], as_numpy: bool = True) -> list[Any]:
+        """Values of `evaluate` as NumPy arrays of their own memory, or as MLX arrays where MLX has the type."""
+        with mx.stream(self.device):
+            return [_copy(value) if as_numpy else _device(value) for value in values]
+
+    def state(self, carry: Mapping[str, str], chunk: int = 256) -> State:
+        """Return what carries outputs to inputs from run to run: {"past.key": "present.key"}; see State."""
+        return State(self, carry, chunk)
 
     def profile(self, feeds: Mapping[str, Any], path: PathLike | None = None) -> list[dict[str, Any]]:
         """Run once, each step evaluated before the next; return the ten costliest kinds of step, the costliest first.
@@ -135,6 +150,8 @@ def _evaluate(values: Sequence[Any]) -> None:
 
 
 def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, Cache):
+        return [value.buffer]
     return [leaf for part in value for leaf in _leaves(part)] if isinstance(value, list) else [value]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from lut4tool.runtime.cache import Cache
 from lut4tool.runtime.ops.attention import split_heads, turned
 from lut4tool.runtime.ops.compute import finish, working
 from lut4tool.runtime.ops.contrib_attention import MICROSOFT, attend, joined_heads, only, refuse_inputs
@@ -69,10 +70,9 @@ def group_query_attention(
 
     The cache that comes out is as long as the past or total_sequence_length, zeros after each sequence's own end.
     """
-    xp, q, k, v, old_key, old_value, cos, sin, bias, sink, q_norm, k_norm = working(
-        query, key, value, past_key, past_value, cos_cache, sin_cache, attention_bias, head_sink, q_norm_weight,
-        k_norm_weight,
-    )  # fmt: skip
+    xp, q, k, v, cos, sin, bias, sink, q_norm, k_norm = working(
+        query, key, value, cos_cache, sin_cache, attention_bias, head_sink, q_norm_weight, k_norm_weight
+    )
     q, k, v = _split(xp, q, k, v, num_heads, kv_num_heads)
     steps, whole = q.shape[2], int(total_sequence_length.reshape(-1)[0])
     ends = seqlens_k.reshape(-1).astype(np.int64) + 1
@@ -85,18 +85,17 @@ def group_query_attention(
         turns = _turned_at(at, position_ids, prompt=query_seqlens is None and steps == whole)
         places = _positions(xp, turns, cos.shape[0])
         q, k = (turned(xp, x, cos[places], sin[places], rotary_interleaved, 2 * cos.shape[1]) for x in (q, k))
-    capacity = max(whole, 0 if old_key is None else old_key.shape[2])
-    present_key, present_value = (_grown(xp, *pair, starts, capacity) for pair in ((old_key, k), (old_value, v)))
+    keys, present_key = _stored(xp, past_key, k, starts, whole)
+    values, present_value = _stored(xp, past_value, v, starts, whole)
 
-    keys = present_key[:, :, :whole], present_value[:, :, :whole]
     seen = _seen(at, ends, whole, causal, local_window_size)
     share = _sink(xp, sink, smooth_softmax, q.dtype)
     y, scores, weights = attend(
-        xp, q, *keys, scale=scale, bias=None if bias is None else bias[..., :whole], seen=seen, softcap=softcap,
+        xp, q, keys, values, scale=scale, bias=None if bias is None else bias[..., :whole], seen=seen, softcap=softcap,
         sink=share,
     )  # fmt: skip
     results = (joined_heads(xp, y), present_key, present_value, weights if qk_output == 2 else scores)
-    return tuple(finish(part, query) for part in results)
+    return tuple(part if isinstance(part, Cache) else finish(part, query) for part in results)
 
 
 def _split(xp: Any, q: Any, k: Any, v: Any, heads: int, kv_heads: int) -> tuple[Any, Any, Any]:
@@ -134,11 +133,21 @@ def _normed(xp: Any, x: Any, weight: Any, epsilon: float) -> Any:
     return x / xp.sqrt(xp.mean(x * x, axis=-1, keepdims=True) + epsilon) * weight
 
 
+def _stored(xp: Any, past: Any, new: Any, starts: np.ndarray, whole: int) -> tuple[Any, Any]:
+    """The keys or values so far [B, G, whole, H], and the cache that comes out; a Cache is written in place."""
+    steps, before = new.shape[2], 0 if past is None else past.shape[2]
+    capacity = max(whole, before)
+    if starts.max() + steps > capacity or starts.max() > before:
+        raise ValueError(f"a cache of {capacity} has no room for {steps} steps after {starts.max()}")
+    if isinstance(past, Cache):
+        return working(past.write(xp, new, starts, whole))[1], past
+    present = _grown(xp, working(past)[1], new, starts, capacity)
+    return present[:, :, :whole], present
+
+
 def _grown(xp: Any, past: Any, new: Any, starts: np.ndarray, capacity: int) -> Any:
     """A cache [B, G, capacity, H] with new keys or values at each sequence's start and zeros after them."""
     steps = new.shape[2]
-    if starts.max() + steps > capacity or (starts.max() and (past is None or starts.max() > past.shape[2])):
-        raise ValueError(f"a cache of {capacity} has no room for {steps} steps after {starts.max()}")
 
     def one(rows: slice, start: int) -> Any:
         parts = [past[rows, :, :start]] if start else []

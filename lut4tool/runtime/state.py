@@ -1,0 +1,132 @@
+"""A decoding loop's state: outputs of one run that are inputs of the next, kept where they were computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lut4tool.runtime.backend import mx
+from lut4tool.runtime.cache import Cache
+from lut4tool.runtime.dtypes import BY_NUMBER
+from lut4tool.runtime.feeds import ValueInfo
+from lut4tool.runtime.graph import RunError
+
+if TYPE_CHECKING:
+    from lut4tool.runtime.session import Runtime
+
+#: Inputs of GroupQueryAttention that are a cache, and the output that each comes out as.
+_IN_PLACE = {3: 1, 4: 2}
+
+
+class State:
+    """Runs a model again and again, each run's `outputs` being the next one's `inputs`: a cache, a recurrent state.
+
+    carry: input name -> output name. A carried value stays the array that the run made: no copy, no NumPy. Before the
+    first run it is zeros, of the sizes that the other feeds give to the named dimensions and 0 for those that nothing
+    names (an empty cache); a feed of its name stands in its place.
+
+    A cache grows where the graph says: Concat makes a new array a step. Where the only operator that reads and writes
+    it is GroupQueryAttention, which takes a buffer with room at its end, the state owns such a buffer, which is written
+    in place and grows by `chunk` steps at a time.
+
+    One state serves one loop, in one thread at a time; a Runtime may have several.
+    """
+
+    def __init__(self, runtime: Runtime, carry: Mapping[str, str], chunk: int = 256) -> None:
+        self._runtime, self._carry, self._chunk = runtime, dict(carry), chunk
+        self._inputs = {info.name: info for info in runtime.get_inputs()}
+        outputs = {info.name: info for info in runtime.get_outputs()}
+        for name, source in carry.items():
+            if name not in self._inputs or source not in outputs:
+                what, unknown = ("output", source) if name in self._inputs else ("input", name)
+                raise RunError(f"'{name}' cannot carry '{source}': the model has no {what} '{unknown}'")
+            if self._inputs[name].type != outputs[source].type:
+                types = f"{self._inputs[name].type}, not {outputs[source].type}"
+                raise RunError(f"'{name}' cannot carry '{source}': it is {types}")
+        if chunk < 1:
+            raise RunError(f"a cache grows by at least 1 step at a time, not {chunk}")
+        self._in_place = {name for name, source in carry.items() if _is_in_place(runtime, name, source)}
+        self._held: dict[str, Any] = {}
+
+    @property
+    def in_place(self) -> frozenset[str]:
+        """The carried inputs that are written in place."""
+        return frozenset(self._in_place)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What the next run will get, by input name, as MLX arrays; nothing before the first run."""
+        return {name: _array(value) for name, value in self._held.items()}
+
+    def reset(self) -> None:
+        """Forget every carried value."""
+        self._held = {}
+
+    def run(self, output_names: Sequence[str] | None, feeds: Mapping[str, Any], as_numpy: bool = True) -> list[Any]:
+        """Run once, as Runtime.run does, with the carried values as feeds; keep their successors.
+
+        After an error the carried values are what they were.
+        """
+        held = {**self._held} if self._held else self._empty(feeds)
+        held |= {name: feeds[name] for name in self._carry if name in feeds}
+        held = {name: self._owned(name, value) for name, value in held.items()}
+        lengths = {name: value.length for name, value in held.items() if isinstance(value, Cache)}
+        names = [info.name for info in self._runtime.get_outputs()] if output_names is None else list(output_names)
+        try:
+            results = self._runtime.evaluate([*names, *self._carry.values()], {**feeds, **held})
+        except BaseException:
+            for name, length in lengths.items():
+                held[name].length = length
+            raise
+        self._held = dict(zip(self._carry, results[len(names) :], strict=True))
+        asked = [_array(value) for value in results[: len(names)]]
+        return self._runtime.results(asked, as_numpy)
+
+    def _owned(self, name: str, value: Any) -> Any:
+        if name not in self._in_place or isinstance(value, Cache):
+            return value
+        with mx.stream(self._runtime.device):
+            return Cache(self._inputs[name].accept(value, {}), self._chunk)
+
+    def _empty(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """Zeros for every carried input that the feeds lack."""
+        sizes = {
+            dim: size
+            for name, value in feeds.items()
+            if name in self._inputs and isinstance(getattr(value, "shape", None), tuple)
+            for dim, size in zip(self._inputs[name].shape or (), value.shape, strict=False)
+            if isinstance(dim, str)
+        }
+        return {name: _zeros(self._inputs[name], sizes) for name in self._carry if name not in feeds}
+
+
+def _zeros(info: ValueInfo, sizes: Mapping[str, int]) -> Any:
+    kind = BY_NUMBER.get(info.proto.tensor_type.elem_type)
+    if kind is None or info.shape is None or kind.numpy.kind not in "biufcV":
+        raise RunError(f"input '{info.name}' is {info}: its first value must be given")
+    shape = [dim if isinstance(dim, int) else sizes.get(dim or "", 0) for dim in info.shape]
+    return np.zeros(shape, kind.numpy)
+
+
+def _array(value: Any) -> Any:
+    return value.array() if isinstance(value, Cache) else value
+
+
+def _is_in_place(runtime: Runtime, name: str, source: str) -> bool:
+    """Whether an input is read by nothing but GroupQueryAttention, as the cache whose successor is that output."""
+    plan = runtime.plan
+    slot = plan.graph.inputs[[value.name for value in plan.inputs].index(name)]
+    successor = plan.graph.outputs[[value.name for value in plan.outputs].index(source)]
+    captured = set().union(*(graph.captured for graph in plan.subgraphs.values()))
+    readers = [step for step in plan.graph.steps if slot in step.inputs]
+    used = slot in plan.graph.outputs or plan.graph.outputs.count(successor) > 1 or {slot, successor} & captured
+    if used or len(readers) != 1 or any(successor in step.inputs for step in plan.graph.steps):
+        return False
+    (step,) = readers
+    places = [place for place, read in enumerate(step.inputs) if read == slot]
+    attends = (step.operator.domain, step.operator.name) == ("com.microsoft", "GroupQueryAttention")
+    if not attends or len(places) != 1 or places[0] not in _IN_PLACE:
+        return False
+    return step.outputs[_IN_PLACE[places[0]]] == successor
