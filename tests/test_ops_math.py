@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -205,3 +207,17 @@ def test_running_totals_of_a_shape_are_computed_on_the_host(exclusive, reverse, 
     )
     found = Runtime(model, device="cpu").run(None, {"x": np.zeros((2, 3, 4), np.float32), "axis": np.array(0)})
     np.testing.assert_array_equal(found, [sums, products])
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(np.float16, 1e-3), (np.float32, 4e-7), (np.float64, 1e-15)])
+@pytest.mark.parametrize("op_type", ["Erf", "Gelu"])
+def test_error_function_near_zero_and_far_out(op_type, dtype, rtol):
+    ends = np.array([0.0, -0.0, np.inf, np.nan, 1e-7, -3.9999, 4.0001, 6.0, 40.0])
+    x = np.concatenate([ends, np.linspace(-0.5 if op_type == "Gelu" else -5, 5, 40_001)]).astype(dtype)
+    (found,) = run(op_type, x)
+    wide = x.astype(np.float64)
+    exact = np.array([math.erf(v) if op_type == "Erf" else 0.5 * v * (1 + math.erf(v * math.sqrt(0.5))) for v in wide])
+    assert found.dtype == dtype
+    cancelled = 0 if op_type == "Erf" else np.finfo(dtype).eps * 4  # 1 + erf far below zero
+    np.testing.assert_allclose(found, exact.astype(dtype), rtol=rtol, atol=cancelled)
+    assert np.signbit(found[1])

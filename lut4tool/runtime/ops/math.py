@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from math import pi, sqrt
@@ -161,10 +162,39 @@ def sigmoid(x: Any) -> Any:
     return computed(lambda xp, x: 1 / (1 + xp.exp(-x)), x)
 
 
+# -log(1 - erf(x)) / x on 0..4, in powers of x: a least-squares fit, 4e-9 off at most; beyond 4 float32's erf is 1.
+_ERF = (
+    1.128379205238522, 0.6366187545414632, 0.1027780714902541, -0.01913301678685868, -0.00024301272164948694,
+    0.001811537903650398, -0.0007665504925702181, 0.00018657196839362575, -2.848554975553369e-05,
+    2.5351787111705965e-06, -1.0052351786022468e-07,
+)  # fmt: skip
+_CHUNK = 1 << 15  # elements that stay in a core's cache from one pass to the next
+
+
+def _erf(xp: Any, x: Any) -> Any:
+    """The error function of floats; on a CPU within 2 units in the last place of float32, where mx.erf is 4e-4 off."""
+    if xp is mx:
+        return mx.erf(x)
+    if x.dtype != np.float32:
+        return np.vectorize(math.erf, otypes=[np.float64])(x)
+    result = np.empty_like(x, order="C")
+    flat, values = result.reshape(-1), x.reshape(-1)
+    for start in range(0, x.size, _CHUNK):
+        part = values[start : start + _CHUNK]
+        size = np.minimum(np.abs(part), 4)
+        power = np.full_like(size, _ERF[-1])
+        for coefficient in _ERF[-2::-1]:
+            power *= size
+            power += coefficient
+        power *= size
+        np.copysign(np.expm1(np.negative(power, out=power), out=power), part, out=flat[start : start + _CHUNK])
+    return result
+
+
 @op("Erf", since=9)
 def erf(x: Any) -> Any:
     """The error function, for integers too, in x's type."""
-    return mx.erf(x).astype(x.dtype)
+    return computed(_erf, x)
 
 
 @op("LeakyRelu", since=6)
@@ -243,7 +273,7 @@ def swiglu(a: Any, b: Any, *, alpha: float = 1.0) -> Any:
 def gelu(x: Any, *, approximate: str = "none") -> Any:
     """Return x times the normal distribution function, exact or by tanh."""
     if approximate == "none":
-        return 0.5 * x * (1 + mx.erf(x / sqrt(2)))
+        return computed(lambda xp, x: 0.5 * x * (1 + _erf(xp, x * sqrt(0.5))), x)
     return computed(lambda xp, x: 0.5 * x * (1 + xp.tanh(sqrt(2 / pi) * (x + 0.044715 * x * x * x))), x)
 
 
