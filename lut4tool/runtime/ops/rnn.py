@@ -54,16 +54,17 @@ class Cell:
     activations: Sequence[Activation]
     clip: float | None
     flag: int
+    seen: Activation  # what an LSTM's product sees of its state
 
     def act(self, index: int, x: Any) -> Any:
         """An activation of a gate, its input bounded by `clip`."""
         return self.activations[index](self.xp.clip(x, -self.clip, self.clip) if self.clip else x)
 
 
-def _lstm_step(cell: Cell, x: Any, state: Any) -> Any:
+def lstm_step(cell: Cell, x: Any, state: Any) -> Any:
     """One step from x [B, 4H] (i, o, f, c; biases added) and state (h, c), each [B, H]; flag: input_forget."""
     h, c = state
-    size, gates = h.shape[-1], x + h @ cell.recurrent
+    size, gates = h.shape[-1], x + cell.seen(h) @ cell.recurrent
     new = cell.act(1, gates[:, 3 * size :])
     if cell.peephole is None:
         gates = cell.act(0, gates[:, : 3 * size])
@@ -99,13 +100,14 @@ def _rnn_step(cell: Cell, x: Any, state: Any) -> Any:
     return (cell.act(0, x + state[0] @ cell.recurrent),)
 
 
-def _run(
+def recur(
     step: Callable[[Cell, Any, Any], Any], x: Any, w: Any, r: Any, b: Any, lengths: Any, states: Sequence[Any], p: Any,
     *, names: Sequence[str], alphas: Floats, betas: Floats, clip: float | None, direction: str, layout: int,
-    flag: int = 0,
+    flag: int = 0, seen: Activation = lambda x: x,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Run a cell over x [T, B, I] in each direction: Y [T, D, B, H] and each state [D, B, H] (layout 1: B first).
 
+    seen: what the products see of their inputs and, in an LSTM, of its state (a dynamic quantization of them).
     Past a sequence's length its state stays and Y is 0; so a reverse direction starts at each sequence's own end.
     """
     like = x
@@ -121,9 +123,9 @@ def _run(
         w_bias, r_bias = (xp.zeros_like(w[d, :, 0]),) * 2 if b is None else (b[d, :gates], b[d, gates:])
         # The last recurrent bias of a GRU is added in its step: it may come under the reset gate.
         early = xp.where(xp.arange(gates) < 2 * hidden, r_bias, 0 * r_bias) if step is _gru_step else r_bias
-        inputs = x @ w[d].T + (w_bias + early)
+        inputs = seen(x) @ w[d].T + (w_bias + early)
         act = functions[d * count : (d + 1) * count]
-        cell = Cell(xp, r[d].T, r_bias, None if p is None else p[d], act, clip, flag)
+        cell = Cell(xp, r[d].T, r_bias, None if p is None else p[d], act, clip, flag, seen)
         state = tuple(xp.zeros_like(inputs[0, :, :hidden]) if s is None else s[d] for s in states)
         sequence: list[Any] = [None] * steps
         for t in reversed(range(steps)) if direction == "reverse" or d == 1 else range(steps):
@@ -146,8 +148,8 @@ def lstm(
     hidden_size: int | None = None, input_forget: int = 0, layout: int = 0,
 ) -> Any:  # fmt: skip
     """Gates i, o, f, c; peepholes i, o, f; `clip` bounds the gates' inputs, not the cell's, as onnxruntime does."""
-    return _run(
-        _lstm_step, x, w, r, b, sequence_lens, (initial_h, initial_c), p,
+    return recur(
+        lstm_step, x, w, r, b, sequence_lens, (initial_h, initial_c), p,
         names=activations or ("Sigmoid", "Tanh", "Tanh") * r.shape[0], alphas=activation_alpha, betas=activation_beta,
         clip=clip, direction=direction, layout=layout, flag=input_forget,
     )  # fmt: skip
@@ -161,7 +163,7 @@ def gru(
     linear_before_reset: int = 0,
 ) -> Any:  # fmt: skip
     """Gates z, r, h; `linear_before_reset` says whether the reset gate multiplies the state or its product."""
-    return _run(
+    return recur(
         _gru_step, x, w, r, b, sequence_lens, (initial_h,), None, names=activations or ("Sigmoid", "Tanh") * r.shape[0],
         alphas=activation_alpha, betas=activation_beta, clip=clip, direction=direction, layout=layout,
         flag=linear_before_reset,
@@ -175,7 +177,7 @@ def rnn(
     clip: float | None = None, direction: str = "forward", hidden_size: int | None = None, layout: int = 0,
 ) -> Any:  # fmt: skip
     """One gate; MLX has no recurrent layer outside mlx.nn."""
-    return _run(
+    return recur(
         _rnn_step, x, w, r, b, sequence_lens, (initial_h,), None, names=activations, alphas=activation_alpha,
         betas=activation_beta, clip=clip, direction=direction, layout=layout,
     )  # fmt: skip

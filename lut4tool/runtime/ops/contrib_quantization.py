@@ -1,0 +1,277 @@
+"""com.microsoft's operators on quantized tensors: QLinear*, and products of integers that give floats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from onnx import TensorProto
+
+from lut4tool.runtime.ops.compute import finish, numpy_type, working
+from lut4tool.runtime.ops.contrib_attention import only, self_attention
+from lut4tool.runtime.ops.math import coerced
+from lut4tool.runtime.ops.pool import average_pool
+from lut4tool.runtime.ops.products import integer_product
+from lut4tool.runtime.ops.quantization import (
+    dequantize_linear,
+    dynamic_quantize_linear,
+    qlinear_conv,
+    quantize_linear,
+    to_integers,
+)
+from lut4tool.runtime.ops.rnn import Floats, lstm_step, recur
+from lut4tool.runtime.ops.window import Ints
+from lut4tool.runtime.registry import REQUIRED, op
+
+MICROSOFT = "com.microsoft"
+
+
+@op("QuantizeLinear", domain=MICROSOFT)
+def quantize_linear_of_more_types(x: Any, y_scale: Any, y_zero_point: Any = None, *, axis: int | None = None) -> Any:
+    """The standard's, but halves are divided in float32, and a scale of rank 1 needs an axis."""
+    return quantize_linear(x, y_scale, y_zero_point, axis=_axis(axis, y_scale), precision=TensorProto.FLOAT)
+
+
+@op("DequantizeLinear", domain=MICROSOFT)
+def dequantize_linear_of_more_types(x: Any, x_scale: Any, x_zero_point: Any = None, *, axis: int | None = None) -> Any:
+    """The standard's, but a scale of rank 1 needs an axis."""
+    return dequantize_linear(x, x_scale, x_zero_point, axis=_axis(axis, x_scale))
+
+
+def _axis(axis: int | None, scale: Any) -> int:
+    if axis is None and scale.size > 1:
+        raise ValueError(f"a scale of {scale.size} values needs the attribute axis")
+    return 1 if axis is None else axis
+
+
+# -- one float function between dequantizing and quantizing
+
+
+def _real(xp: Any, q: Any, scale: Any, zero: Any) -> Any:
+    """The float32 numbers that a quantized tensor stands for."""
+    steps = q.astype(xp.float32)
+    return (steps if zero is None else steps - _one(zero).astype(xp.float32)) * _one(scale)
+
+
+def _one(value: Any) -> Any:
+    """A scalar that may come as [1]."""
+    return value.reshape(()) if value.size == 1 else value
+
+
+def _requantized(xp: Any, y: Any, like: Any, scale: Any, zero: Any) -> Any:
+    """Floats in steps of `scale`, half to even, saturated in the type of `like`."""
+    steps = xp.round(y / _one(scale))
+    return to_integers(xp, steps if zero is None else steps + _one(zero).astype(xp.float32), numpy_type(like))
+
+
+def _binary(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def run(
+        a: Any, a_scale: Any, a_zero_point: Any = None, b: Any = REQUIRED, b_scale: Any = REQUIRED,
+        b_zero_point: Any = None, c_scale: Any = REQUIRED, c_zero_point: Any = None,
+    ) -> Any:  # fmt: skip
+        xp, *ready = working(a, a_scale, a_zero_point, b, b_scale, b_zero_point, c_scale, c_zero_point)
+        return _requantized(xp, function(_real(xp, *ready[:3]), _real(xp, *ready[3:6])), a, *ready[6:])
+
+    return run
+
+
+op("QLinearAdd", domain=MICROSOFT)(_binary(lambda a, b: a + b))
+op("QLinearMul", domain=MICROSOFT)(_binary(lambda a, b: a * b))
+
+
+def _unary(function: Callable[[Any, Any], Any], *values: Any) -> Any:
+    """Apply function(xp, floats) to x, scale, zero point, and quantize by the scale and zero point after them."""
+    xp, *ready = working(*values)
+    return _requantized(xp, function(xp, _real(xp, *ready[:3])), values[0], *ready[3:])
+
+
+@op("QLinearSigmoid", domain=MICROSOFT)
+def qlinear_sigmoid(
+    x: Any, x_scale: Any, x_zero_point: Any = None, y_scale: Any = REQUIRED, y_zero_point: Any = None
+) -> Any:
+    """Sigmoid of what x stands for."""
+    return _unary(lambda xp, x: 1 / (1 + xp.exp(-x)), x, x_scale, x_zero_point, y_scale, y_zero_point)
+
+
+@op("QLinearLeakyRelu", domain=MICROSOFT)
+def qlinear_leaky_relu(
+    x: Any, x_scale: Any, x_zero_point: Any = None, y_scale: Any = REQUIRED, y_zero_point: Any = None, *,
+    alpha: float = 0.01,
+) -> Any:  # fmt: skip
+    """LeakyRelu of what x stands for."""
+    return _unary(lambda xp, x: xp.where(x < 0, alpha * x, x), x, x_scale, x_zero_point, y_scale, y_zero_point)
+
+
+@op("QLinearSoftmax", domain=MICROSOFT)
+def qlinear_softmax(
+    x: Any, x_scale: Any, x_zero_point: Any = None, y_scale: Any = REQUIRED, y_zero_point: Any = REQUIRED, *,
+    axis: int = -1, opset: int,
+) -> Any:  # fmt: skip
+    """Softmax of what x stands for, of all axes from `axis` on where `opset` is below 13."""
+
+    def rows(xp: Any, x: Any) -> Any:
+        data, along = (coerced(x, axis), -1) if opset < 13 else (x, axis)
+        powers = xp.exp(data - data.max(axis=along, keepdims=True))
+        return (powers / powers.sum(axis=along, keepdims=True)).reshape(x.shape)
+
+    return _unary(rows, x, x_scale, x_zero_point, y_scale, y_zero_point) if x.size else x
+
+
+@op("QLinearWhere", domain=MICROSOFT)
+def qlinear_where(
+    condition: Any, x: Any, x_scale: Any, x_zero_point: Any, y: Any, y_scale: Any, y_zero_point: Any, z_scale: Any,
+    z_zero_point: Any,
+) -> Any:  # fmt: skip
+    """Where, each side brought to the result's scale."""
+    xp, chosen, *ready = working(
+        condition, x, x_scale, x_zero_point, y, y_scale, y_zero_point, z_scale, z_zero_point
+    )  # fmt: skip
+    return _requantized(xp, xp.where(chosen, _real(xp, *ready[:3]), _real(xp, *ready[3:6])), x, *ready[6:])
+
+
+@op("QLinearConcat", domain=MICROSOFT)
+def qlinear_concat(y_scale: Any, y_zero_point: Any, *inputs: Any, axis: int) -> Any:
+    """Inputs come as tensor, scale and zero point, each brought to the result's scale."""
+    xp, scale, zero, *ready = working(y_scale, y_zero_point, *inputs)
+    parts = [_real(xp, *ready[at : at + 3]) for at in range(0, len(ready), 3)]
+    return _requantized(xp, xp.concatenate(parts, axis=axis), y_zero_point, scale, zero)
+
+
+def _channels_first(xp: Any, x: Any, channels_last: int) -> Any:
+    return xp.moveaxis(x, -1, 1) if channels_last else x
+
+
+def _channels_back(xp: Any, x: Any, channels_last: int) -> Any:
+    return xp.moveaxis(x, 1, -1) if channels_last else x
+
+
+@op("QLinearGlobalAveragePool", domain=MICROSOFT)
+def qlinear_global_average_pool(
+    x: Any, x_scale: Any, x_zero_point: Any, y_scale: Any, y_zero_point: Any, *, channels_last: int = 0
+) -> Any:
+    """The mean of each channel, which may be the last axis."""
+    axes = tuple(range(1, x.ndim - 1) if channels_last else range(2, x.ndim))
+    return _unary(lambda xp, x: xp.mean(x, axis=axes, keepdims=True), x, x_scale, x_zero_point, y_scale, y_zero_point)
+
+
+@op("QLinearAveragePool", domain=MICROSOFT)
+def qlinear_average_pool(
+    x: Any, x_scale: Any, x_zero_point: Any = None, y_scale: Any = REQUIRED, y_zero_point: Any = None, *,
+    auto_pad: str = "NOTSET", ceil_mode: int = 0, channels_last: int = 0, count_include_pad: int = 0,
+    kernel_shape: Sequence[int], pads: Ints = None, strides: Ints = None,
+) -> Any:  # fmt: skip
+    """AveragePool of what x stands for; its channels may be the last axis."""
+
+    def pooled(xp: Any, x: Any) -> Any:
+        y = average_pool(
+            _channels_first(xp, x, channels_last), auto_pad=auto_pad, ceil_mode=ceil_mode, pads=pads, strides=strides,
+            count_include_pad=count_include_pad, kernel_shape=kernel_shape,
+        )  # fmt: skip
+        return _channels_back(xp, working(y)[1], channels_last)
+
+    return _unary(pooled, x, x_scale, x_zero_point, y_scale, y_zero_point)
+
+
+@op("QLinearConv", domain=MICROSOFT, host=tuple(range(9)))
+def qlinear_conv_of_any_layout(
+    x: Any, x_scale: Any, x_zero_point: Any, w: Any, w_scale: Any, w_zero_point: Any, y_scale: Any, y_zero_point: Any,
+    b: Any = None, *, auto_pad: str = "NOTSET", channels_last: int = 0, dilations: Ints = None, group: int = 1,
+    kernel_shape: Ints = None, pads: Ints = None, strides: Ints = None,
+) -> Any:  # fmt: skip
+    """The standard's, whose channels may be the last axis of x and y."""
+    y = qlinear_conv(
+        _channels_first(np, x, channels_last), x_scale, x_zero_point, w, w_scale, w_zero_point, y_scale, y_zero_point,
+        b, auto_pad=auto_pad, dilations=dilations, group=group, pads=pads, strides=strides,
+    )  # fmt: skip
+    xp, whole = working(y)
+    return finish(_channels_back(xp, whole, channels_last), y)
+
+
+# -- products of integers
+
+
+def _scaled_product(a: Any, b: Any, a_scale: Any, b_scale: Any, a_zero: Any, b_zero: Any, bias: Any) -> tuple[Any, Any]:
+    """Return (xp, the exact integer product times both scales in float32 plus a bias)."""
+    xp, total, left, right, added = working(integer_product(a, b, a_zero, b_zero), a_scale, b_scale, bias)
+    y = total.astype(xp.float32) * (_one(left) * _one(right))
+    return xp, y if added is None else y + added
+
+
+@op("MatMulIntegerToFloat", domain=MICROSOFT)
+def matmul_integer_to_float(
+    a: Any, b: Any, a_scale: Any, b_scale: Any, a_zero_point: Any = None, b_zero_point: Any = None, bias: Any = None
+) -> Any:
+    """MatMulInteger times both scales, one for all or one a column of b, plus a bias."""
+    _, y = _scaled_product(a, b, a_scale, b_scale, a_zero_point, b_zero_point, bias)
+    return finish(y, a_scale)
+
+
+@op("DynamicQuantizeMatMul", domain=MICROSOFT)
+def dynamic_quantize_matmul(a: Any, b: Any, b_scale: Any, b_zero_point: Any = None, bias: Any = None) -> Any:
+    """MatMulIntegerToFloat of a after DynamicQuantizeLinear."""
+    steps, a_scale, a_zero = dynamic_quantize_linear(a)
+    _, y = _scaled_product(steps, b, a_scale, b_scale, a_zero, b_zero_point, bias)
+    return finish(y, a)
+
+
+@op("QGemm", domain=MICROSOFT)
+def qgemm(
+    a: Any, a_scale: Any, a_zero_point: Any, b: Any, b_scale: Any, b_zero_point: Any, c: Any = None,
+    y_scale: Any = None, y_zero_point: Any = None, *, alpha: float = 1.0, transA: int = 0, transB: int = 0,
+) -> Any:  # fmt: skip
+    """Gemm with an int32 c in units of the product's; a float32 result without y_scale and y_zero_point."""
+    total = integer_product(a.T if transA else a, b.T if transB else b, a_zero_point, b_zero_point)
+    xp, whole, added, left, right, scale, zero = working(total, c, a_scale, b_scale, y_scale, y_zero_point)
+    whole = whole if added is None else whole + added
+    y = whole.astype(xp.float32) * (alpha * _one(left) * _one(right))
+    return finish(y, a_scale) if scale is None else _requantized(xp, y, y_zero_point, scale, zero)
+
+
+@op("QAttention", domain=MICROSOFT, host=(5,), check=only(do_rotary=(0,), past_present_share_buffer=(0,)))
+def qattention(
+    x: Any, weight: Any, bias: Any, input_scale: Any, weight_scale: Any, mask_index: Any = None,
+    input_zero_point: Any = None, weight_zero_point: Any = None, past: Any = None, *, do_rotary: int | None = None,
+    mask_filter_value: float | None = None, num_heads: int, past_present_share_buffer: int | None = None,
+    scale: float | None = None, unidirectional: int = 0, outputs: int = 1,
+) -> Any:  # fmt: skip
+    """Attention whose projections are a MatMulIntegerToFloat."""
+    _, qkv = _scaled_product(x, weight, input_scale, weight_scale, input_zero_point, weight_zero_point, bias)
+    xp, old = working(past)
+    return self_attention(
+        xp, qkv, input_scale, mask_index, old, None, None, heads=num_heads, sizes=None, scale=scale,
+        unidirectional=unidirectional, fill=mask_filter_value, outputs=outputs,
+    )  # fmt: skip
+
+
+# -- DynamicQuantizeLSTM
+
+
+@op("DynamicQuantizeLSTM", domain=MICROSOFT, host=(4,))
+def dynamic_quantize_lstm(
+    x: Any, w: Any, r: Any, b: Any = None, sequence_lens: Any = None, initial_h: Any = None, initial_c: Any = None,
+    p: Any = None, w_scale: Any = REQUIRED, w_zero_point: Any = REQUIRED, r_scale: Any = REQUIRED,
+    r_zero_point: Any = REQUIRED, *, activation_alpha: Floats = None, activation_beta: Floats = None,
+    activations: Sequence[str] | None = None, clip: float | None = None, direction: str = "forward",
+    hidden_size: int | None = None, input_forget: int = 0,
+) -> Any:  # fmt: skip
+    """LSTM with quantized weights [D, I or H, 4 * H]; its inputs, and its state in each step, are rounded to 8 bits."""
+    weights = (_weights(w, w_scale, w_zero_point), _weights(r, r_scale, r_zero_point))
+    return recur(
+        lstm_step, x, *weights, b, sequence_lens, (initial_h, initial_c), p,
+        names=activations or ("Sigmoid", "Tanh", "Tanh") * w.shape[0], alphas=activation_alpha, betas=activation_beta,
+        clip=clip, direction=direction, layout=0, flag=input_forget, seen=_rounded_to_8_bits,
+    )  # fmt: skip
+
+
+def _weights(q: Any, scale: Any, zero: Any) -> Any:
+    """LSTM's weights [D, 4 * H, I or H] of quantized ones [D, I or H, 4 * H], one scale a direction or a column."""
+    xp, steps, factor, offset = working(q, scale, zero)
+    factor, offset = (part.reshape(q.shape[0], 1, -1).astype(xp.float32) for part in (factor, offset))
+    return xp.swapaxes((steps.astype(xp.float32) - offset) * factor, 1, 2)
+
+
+def _rounded_to_8_bits(x: Any) -> Any:
+    """What DynamicQuantizeLinear keeps of x."""
+    xp, steps, scale, zero = working(*dynamic_quantize_linear(x))
+    return _real(xp, steps, scale, zero)
