@@ -19,6 +19,7 @@ from build import Built, Chain, build, build_calls, build_many, find_node
 from lut4tool import storage
 from lut4tool.recognize import recognize
 from lut4tool.rewrite import RewriteError, rewrite, rewrite_model
+from lut4tool.rewrite.edit import apply
 from lut4tool.storage import StorageError, Tensors
 
 
@@ -260,6 +261,19 @@ def test_the_node_keeps_its_name_outputs_documentation_and_metadata():
     assert (after.op_type, after.domain) == ("Lookup4MatMul", "ai.lut4tool")
     assert (after.doc_string, after.output, after.metadata_props) == ("projection", node.output, node.metadata_props)
     assert list(after.input) == ["x", "dec/packed", "dec/scales", "dec/codebook"]
+
+
+def test_nothing_else_of_the_old_node_stays():
+    """Other products than MatMul have attributes, and a function's node may name an overload."""
+    model = build().model
+    proofs = recognize(model).proofs
+    node = find_node(model, "dec/MatMul")
+    node.attribute.append(helper.make_attribute("alpha", 1.0))
+    node.overload = "other"
+    apply(model, proofs)
+    names = ["rows", "cols", "block_size", "perm", "high_nibble_first", "weight_dtype", "dtype"]
+    assert [attribute.name for attribute in node.attribute] == names
+    assert not node.overload
 
 
 def test_training_information_keeps_what_it_reads():
