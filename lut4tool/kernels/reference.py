@@ -5,7 +5,8 @@ sum is rounded once to float32 (and once more to a half). A product of two float
 |y - exact| <= (2^-24 + K * 2^-53) * sum |x||w| for any data, cancelling data included.
 
 On a GPU, which has no float64, 32 terms at a time are summed by a float32 product, and those sums by a compensated
-tree: the error is that of MLX's product over 32 terms, at worst 2^-19 * sum |x||w|.
+tree: the error is that of MLX's product over 32 terms, at worst 2^-19 * sum |x||w| (measured: under 2^-22), and a sum
+that passes float32's range on the way is Inf.
 """
 
 from __future__ import annotations
