@@ -44,7 +44,7 @@ def row_id(row: Operator) -> str:
 
 
 def schemas_in(row: Operator) -> list[OpSchema]:
-    """Every schema in force at some version of the row's range, oldest first, from version OLDEST of the standard on."""
+    """Every schema in force at some version of the row's range, oldest first, from the standard's version OLDEST on."""
     history = [s for s in onnx.defs.get_all_schemas_with_history() if (s.domain, s.name) == (row.domain, row.name)]
     history.sort(key=lambda schema: schema.since_version)
     start = max(row.since, OLDEST) if row.domain == "" else row.since
