@@ -115,6 +115,6 @@ def cast_like(xp: Any, x: Any, target_type: Any, *, saturate: int = 1, round_mod
 def bit_cast(xp: Any, x: Any, *, to: int) -> Any:
     """The same bits read as another type of the same width."""
     target = BY_NUMBER[to]
-    if xp is mx and target.mlx not in (None, mx.float64) and target.mlx.size == x.dtype.size:
+    if xp is mx and target.mlx is not None and target.mlx != mx.float64 and target.mlx.size == x.dtype.size:
         return x.view(target.mlx)
     return to_mx(to_numpy(x).view(target.numpy))
