@@ -198,15 +198,15 @@ def erf(x: Any) -> Any:
 
 
 @op("LeakyRelu", since=6)
-def leaky_relu(x: Any, *, alpha: float = 0.01) -> Any:
+def leaky_relu(xp: Any, x: Any, *, alpha: float = 0.01) -> Any:
     """Return alpha * x below zero."""
-    return mx.where(x < 0, alpha * x, x)
+    return xp.where(x < 0, alpha * x, x)
 
 
 @op("ThresholdedRelu")
-def thresholded_relu(x: Any, *, alpha: float = 1.0) -> Any:
+def thresholded_relu(xp: Any, x: Any, *, alpha: float = 1.0) -> Any:
     """Return x above alpha, else 0."""
-    return mx.where(x > alpha, x, mx.zeros_like(x))
+    return xp.where(x > alpha, x, xp.zeros_like(x))
 
 
 @op("Elu", since=6)
@@ -228,15 +228,15 @@ def celu(x: Any, *, alpha: float = 1.0) -> Any:
 
 
 @op("HardSigmoid", since=6)
-def hard_sigmoid(x: Any, *, alpha: float = 0.2, beta: float = 0.5) -> Any:
+def hard_sigmoid(xp: Any, x: Any, *, alpha: float = 0.2, beta: float = 0.5) -> Any:
     """Return alpha * x + beta between 0 and 1."""
-    return mx.clip(alpha * x + beta, 0, 1)
+    return xp.clip(alpha * x + beta, 0, 1)
 
 
 @op("HardSwish")
-def hard_swish(x: Any) -> Any:
+def hard_swish(xp: Any, x: Any) -> Any:
     """Return x times HardSigmoid with alpha 1/6."""
-    return x * mx.clip(x / 6 + 0.5, 0, 1)
+    return x * xp.clip(x / 6 + 0.5, 0, 1)
 
 
 @op("Softplus")
@@ -246,9 +246,9 @@ def softplus(x: Any) -> Any:
 
 
 @op("Softsign")
-def softsign(x: Any) -> Any:
+def softsign(xp: Any, x: Any) -> Any:
     """Return x / (1 + |x|)."""
-    return x / (1 + mx.abs(x))
+    return x / (1 + xp.abs(x))
 
 
 @op("Mish")
@@ -305,10 +305,12 @@ def log_softmax(x: Any, axis: int) -> Any:
 
 
 def _hardmax(x: Any, axis: int) -> Any:
-    best = mx.expand_dims(mx.argmax(x, axis=axis), axis)
-    shape = [1] * x.ndim
-    shape[axis] = x.shape[axis]
-    return (mx.arange(x.shape[axis], dtype=best.dtype).reshape(shape) == best).astype(x.dtype)
+    def rows(xp: Any, x: Any) -> Any:
+        best = xp.expand_dims(xp.argmax(x, axis=axis), axis)
+        shape = [-1 if place == axis % x.ndim else 1 for place in range(x.ndim)]
+        return xp.arange(x.shape[axis], dtype=best.dtype).reshape(shape) == best
+
+    return computed(rows, x) if x.size else x
 
 
 def _along_axis(function: Callable[[Any, int], Any], x: Any, *, axis: int = -1) -> Any:
@@ -346,32 +348,32 @@ for _name, _function in (("CumSum", "cumsum"), ("CumProd", "cumprod")):
     op(_name, host=(1,))(partial(_running, _function))
 
 
-def _top(x: Any, k: int, axis: int, largest: int) -> tuple[Any, Any]:
+def _top(xp: Any, x: Any, k: int, axis: int, largest: int) -> tuple[Any, Any]:
     """The k first of a stable sort: of equal values the lower index comes first, which mx.topk does not promise."""
     if k > x.shape[axis]:
         raise ValueError(f"k is {k}, but axis {axis} has {x.shape[axis]} elements")
     key = x
     if largest:
-        key = -x if mx.issubdtype(x.dtype, mx.floating) else mx.bitwise_invert(x)
+        key = -x if xp.issubdtype(x.dtype, xp.floating) else ~x
     axis += x.ndim if axis < 0 else 0
     first = tuple(slice(k) if place == axis else slice(None) for place in range(x.ndim))
-    index = mx.argsort(key, axis=axis)[first]
-    return mx.take_along_axis(x, index, axis=axis), index.astype(mx.int64)
+    index = (np.argsort(key, axis=axis, kind="stable") if xp is np else mx.argsort(key, axis=axis))[first]
+    return xp.take_along_axis(x, index, axis=axis), index.astype(xp.int64)
 
 
 @op("TopK", until=9)
-def top_k_attribute(x: Any, *, k: int, axis: int = -1) -> Any:
+def top_k_attribute(xp: Any, x: Any, *, k: int, axis: int = -1) -> Any:
     """Takes k as an attribute."""
-    return _top(x, k, axis, 1)
+    return _top(xp, x, k, axis, 1)
 
 
 @op("TopK", since=10, until=10, host=(1,))
-def top_k_largest(x: Any, k: Any, *, axis: int = -1) -> Any:
+def top_k_largest(xp: Any, x: Any, k: Any, *, axis: int = -1) -> Any:
     """Takes k as an input."""
-    return _top(x, int(k.reshape(-1)[0]), axis, 1)
+    return _top(xp, x, int(k.reshape(-1)[0]), axis, 1)
 
 
 @op("TopK", since=11, host=(1,))
-def top_k(x: Any, k: Any, *, axis: int = -1, largest: int = 1, sorted: int = 1) -> Any:
+def top_k(xp: Any, x: Any, k: Any, *, axis: int = -1, largest: int = 1, sorted: int = 1) -> Any:
     """The largest or smallest; always sorted, which `sorted` 0 allows too."""
-    return _top(x, int(k.reshape(-1)[0]), axis, largest)
+    return _top(xp, x, int(k.reshape(-1)[0]), axis, largest)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from lut4tool.runtime.backend import mx
 from lut4tool.runtime.dtypes import to_mx
 from lut4tool.runtime.registry import op
 
@@ -309,14 +308,14 @@ def reverse_sequence(xp: Any, x: Any, sequence_lens: Any, *, batch_axis: int = 1
 
 
 @op("OneHot", host=(1,))
-def one_hot(indices: Any, depth: Any, values: Any, *, axis: int = -1) -> Any:
+def one_hot(xp: Any, indices: Any, depth: Any, values: Any, *, axis: int = -1) -> Any:
     """With values [off, on]; negative indices count from depth, those out of range are all off."""
     count = int(depth.reshape(-1)[0])
     place = axis + indices.ndim + 1 if axis < 0 else axis
-    found = mx.expand_dims(indices.astype(mx.int64), place)
-    found = mx.where(found < 0, found + count, found)
+    found = xp.expand_dims(indices.astype(xp.int64), place)
+    found = xp.where(found < 0, found + count, found)
     shape = [count if axis == place else 1 for axis in range(found.ndim)]
-    return mx.where(found == mx.arange(count, dtype=mx.int64).reshape(shape), values[1], values[0])
+    return xp.where(found == xp.arange(count, dtype=xp.int64).reshape(shape), values[1], values[0])
 
 
 @op("NonZero", host=(0,))

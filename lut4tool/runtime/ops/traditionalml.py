@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from lut4tool.runtime.backend import mx
 from lut4tool.runtime.dtypes import to_mx
 from lut4tool.runtime.ops.indexing import checked
 from lut4tool.runtime.registry import op
@@ -17,14 +16,14 @@ DOMAIN = "ai.onnx.ml"
 
 
 @op("ArrayFeatureExtractor", domain=DOMAIN)
-def array_feature_extractor(x: Any, y: Any) -> Any:
+def array_feature_extractor(xp: Any, x: Any, y: Any) -> Any:
     """The last axis at the indices given; a rank-1 tensor counts as one row."""
     rows = x.reshape(1, -1) if x.ndim == 1 else x
-    return mx.take(rows, mx.array(checked(y, rows.shape[-1]).reshape(-1)), axis=-1)
+    return xp.take(rows, xp.array(checked(y, rows.shape[-1]).reshape(-1)), axis=-1)
 
 
 @op("Binarizer", domain=DOMAIN)
-def binarizer(x: Any, *, threshold: float = 0.0) -> Any:
+def binarizer(xp: Any, x: Any, *, threshold: float = 0.0) -> Any:
     """1 above the threshold, else 0, in the type of x."""
     return (x > threshold).astype(x.dtype)
 
