@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from backend_cases import against_onnxruntime, cases, check, single
 from onnx import helper
+from places import place  # noqa: F401 - a fixture
 
-from lut4tool.runtime.ops import compute
 from lut4tool.runtime.session import Runtime
 
 
@@ -21,16 +21,10 @@ def run(
     return runtime.run(None, {f"x{index}": data for index, data in enumerate(inputs)})
 
 
+@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("case", cases("math"))
 def test_node(case):
-    check(case)
-
-
-@pytest.mark.parametrize("case", cases("math"))
-def test_node_in_mlx(case, monkeypatch):
-    """As on a GPU: what runs in NumPy on a CPU runs in MLX."""
-    monkeypatch.setattr(compute, "on_host", lambda: False)
-    check(case, atol=5e-6)
+    check(case, atol=5e-6 if "dft" in case.name else 0)  # noise around exact zeros, of another order in MLX
 
 
 SIGNED = (np.int8, np.int16, np.int32, np.int64)

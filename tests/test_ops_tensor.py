@@ -8,8 +8,8 @@ from backend_cases import against_onnxruntime, cases, check, single
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
+from places import place  # noqa: F401 - a fixture
 
-from lut4tool.runtime.ops import compute
 from lut4tool.runtime.plan import RunError
 from lut4tool.runtime.session import Runtime
 
@@ -24,16 +24,10 @@ def run(op_type: str, *inputs: np.ndarray | None, version: int = 21, outputs: in
     return runtime.run(None, {f"x{index}": data for index, data in enumerate(inputs) if data is not None})
 
 
+@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("case", cases("tensor", xfail=XFAIL))
 def test_node(case):
     check(case)
-
-
-@pytest.mark.parametrize("case", cases("tensor", xfail=XFAIL))
-def test_node_in_mlx(case, monkeypatch):
-    """As on a GPU: what runs in NumPy on a CPU runs in MLX."""
-    monkeypatch.setattr(compute, "on_host", lambda: False)
-    check(case, atol=5e-6)
 
 
 def ints(*values: int) -> np.ndarray:

@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 import pytest
 from backend_cases import single
+from places import place  # noqa: F401 - a fixture
 
-from lut4tool.runtime.ops import compute
 from lut4tool.runtime.session import Runtime
 
 VERSION = 26
@@ -19,6 +19,7 @@ DTYPES = {
     "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64,
     "uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32, "uint64": np.uint64, "bool": np.bool_,
 }  # fmt: skip
+pytestmark = pytest.mark.usefixtures("place")
 
 #: Operator -> what NumPy says of one or two operands; floats are handed over as float64.
 ELEMENTWISE: dict[str, Any] = {
@@ -72,11 +73,8 @@ def exact(values: np.ndarray) -> np.ndarray:
     return values if values.dtype.kind in "iub" else values.astype(np.float64)
 
 
-@pytest.mark.parametrize("in_mlx", [False, True])
 @pytest.mark.parametrize(("op_type", "name"), pairs(ELEMENTWISE))
-def test_elementwise(op_type, name, in_mlx, monkeypatch):
-    if in_mlx:
-        monkeypatch.setattr(compute, "on_host", lambda: False)
+def test_elementwise(op_type, name):
     function = ELEMENTWISE[op_type]
     inputs = operands(DTYPES[name], len(onnx.defs.get_schema(op_type, VERSION).inputs))
     if op_type in ("Max", "Min"):
@@ -85,11 +83,8 @@ def test_elementwise(op_type, name, in_mlx, monkeypatch):
     check(op_type, inputs, expected.astype(bool if op_type in BOOLEAN else DTYPES[name]))
 
 
-@pytest.mark.parametrize("in_mlx", [False, True])
 @pytest.mark.parametrize(("op_type", "name"), pairs(REDUCTIONS))
-def test_reduction(op_type, name, in_mlx, monkeypatch):
-    if in_mlx:
-        monkeypatch.setattr(compute, "on_host", lambda: False)
+def test_reduction(op_type, name):
     (x,) = operands(DTYPES[name], 1)
     expected = REDUCTIONS[op_type](exact(x), axis=0, keepdims=True)
     check(op_type, [x, np.array([0])], np.asarray(expected).astype(DTYPES[name]))
