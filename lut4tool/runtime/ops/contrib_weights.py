@@ -74,7 +74,7 @@ def matmul_nbits(node: Node) -> Callable[..., Any]:
 
     def decoded(x: Any, packed: np.ndarray, scales: np.ndarray, zeros: Any = None, group: Any = None) -> Any:
         blocks = _blocks(packed, scales, zeros, depth, columns, size, bits)
-        return _decoded_product(x, *blocks, depth, bits, group)
+        return decoded_product(x, *blocks, depth, bits, group)
 
     given = (*node.given, *[False] * 6)[:6]
     has_group, has_bias = given[4], given[5]
@@ -111,8 +111,14 @@ def _blocks(
     return packed, scales, np.ascontiguousarray(zero_points.reshape(grid))
 
 
-def _decoded_product(
-    x: Any, packed: np.ndarray, scales: np.ndarray, zeros: np.ndarray, depth: int, bits: int, group: np.ndarray | None
+def decoded_product(
+    x: Any,
+    packed: np.ndarray,
+    scales: np.ndarray,
+    zeros: np.ndarray,
+    depth: int,
+    bits: int,
+    group: np.ndarray | None = None,
 ) -> Any:
     """Multiply x [..., K] by W.T where no kernel takes W packed: a panel of its rows is decoded at a time.
 
