@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from noise import allowed, gap, noise, session
 
 from lut4tool.measure import difference
 from lut4tool.produce import quantize_file
@@ -16,7 +17,6 @@ from lut4tool.runtime import Runtime
 from models.feeds import feeds
 from models.fetch import MODELS, FetchError, fetch, light_models, main, table
 from models.real_case import NAMES, TOLERANCE
-from tests.noise import allowed, gap, noise, session
 
 #: Large to fetch, or long to run.
 SLOW = ("title-encoder", "piper-voice", "grammar-tagger", "light-vgg19", "light-zfnet512", "light-bvlc-alexnet")

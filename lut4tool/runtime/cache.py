@@ -42,25 +42,25 @@ class Cache:
         return to_mx(filled) if isinstance(filled, np.ndarray) else mx.contiguous(filled)
 
     def write(self, xp: Any, new: Any, starts: np.ndarray, length: int) -> Any:
-        """Write the steps new [B, G, S, H] at each sequence's start and return the filled part, `length` steps.
+        """Write the steps new [B, G, S, H] at each sequence's start; return the filled part, from now `length` steps.
 
         What a sequence has after its new steps becomes 0. xp: numpy or mlx.core, the module of `new`.
         """
-        steps = new.shape[2]
-        self._reserve(xp, max(length, int(starts.max()) + steps))
+        self._reserve(xp, length)
+        end = max(length, self.length)
         if (starts == starts[0]).all():
-            self._set(slice(None), int(starts[0]), new)
+            self._set(slice(None), int(starts[0]), end, new)
         else:
             for row, start in enumerate(starts):
-                self._set(slice(row, row + 1), int(start), new[row : row + 1])
+                self._set(slice(row, row + 1), int(start), end, new[row : row + 1])
         self.length = length
         return self.buffer[:, :, :length]
 
-    def _set(self, rows: slice, start: int, new: Any) -> None:
+    def _set(self, rows: slice, start: int, end: int, new: Any) -> None:
         stop = start + new.shape[2]
         self.buffer[rows, :, start:stop] = new
-        if stop < self.length:
-            self.buffer[rows, :, stop : self.length] = 0
+        if stop < end:
+            self.buffer[rows, :, stop:end] = 0
 
     def _reserve(self, xp: Any, length: int) -> None:
         """Make room for `length` steps: a buffer of whole chunks, the old one copied into it once."""

@@ -140,7 +140,7 @@ def _stored(xp: Any, past: Any, new: Any, starts: np.ndarray, whole: int) -> tup
     if starts.max() + steps > capacity or starts.max() > before:
         raise ValueError(f"a cache of {capacity} has no room for {steps} steps after {starts.max()}")
     if isinstance(past, Cache):
-        return working(past.write(xp, new, starts, whole))[1], past
+        return working(past.write(xp, new, starts, capacity)[:, :, :whole])[1], past
     present = _grown(xp, working(past)[1], new, starts, capacity)
     return present[:, :, :whole], present
 

@@ -1,0 +1,314 @@
+"""Decoding loops: carried outputs, caches in place, generation against onnxruntime, many lengths in flat memory."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import onnx
+import pytest
+from decoders import CARRY, GROUPS, SIZE, VOCABULARY, concat, decoder, gqa, greedy
+from noise import TABLE, gap, session
+from places import place  # noqa: F401 - a fixture
+
+from lut4tool.produce import quantize_file
+from lut4tool.rewrite import rewrite
+from lut4tool.runtime import Runtime
+from lut4tool.runtime import session as session_module
+from lut4tool.runtime.graph import RunError
+from lut4tool.runtime.state import State
+
+PROMPT = np.random.default_rng(1).integers(0, VOCABULARY, (2, 5))
+
+
+class Theirs:
+    """The same loop in onnxruntime, the carried values as NumPy arrays; `outputs` are those of the last run."""
+
+    def __init__(self, model: onnx.ModelProto, batch: int = 2) -> None:
+        self.session = session(model)
+        self.names = [output.name for output in self.session.get_outputs()]
+        kinds = {
+            value.name: np.float16 if "float16" in value.type else np.float32 for value in self.session.get_inputs()
+        }
+        self.past = {name: np.zeros((batch, GROUPS, 0, SIZE), kinds[name]) for name in CARRY}
+        self.outputs: dict[str, np.ndarray] = {}
+
+    def __call__(self, feeds: Any) -> np.ndarray:
+        self.outputs = dict(zip(self.names, self.session.run(None, {**feeds, **self.past}), strict=True))
+        self.past = {name: self.outputs[source] for name, source in CARRY.items()}
+        return self.outputs["logits"]
+
+
+def ours(state: State) -> Any:
+    return lambda feeds: state.run(["logits"], feeds)[0]
+
+
+def hidden(body: str = "h = Tanh(s)") -> onnx.ModelProto:
+    """A recurrent model: s = x @ w + previous."""
+    text = f"agraph (float[batch, 4] x, float[batch, 4] before) => (float[batch, 4] h) {{ s = Add(x, before) {body} }}"
+    return onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}')
+
+
+# ---- generation
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("attention", [gqa, concat])
+def test_greedy_generation_equals_onnxruntime_token_for_token(attention: Any) -> None:
+    model = decoder(attention)
+    state = Runtime(model).state(CARRY, chunk=8)
+    theirs = Theirs(model)
+    expected, found = greedy(theirs, PROMPT, [5, 5], 40), greedy(ours(state), PROMPT, [5, 5], 40)
+    assert found.tolist() == expected.tolist()
+    assert len(set(expected.ravel().tolist())) > 12
+    assert state.in_place == (set(CARRY) if attention is gqa else set())
+    for name, value in state.values.items():
+        assert isinstance(value, mx.array)
+        assert gap(np.array(value), theirs.past[name]).largest <= TABLE[np.dtype(np.float32)]
+
+
+@pytest.mark.usefixtures("place")
+def test_rows_of_different_lengths_share_a_cache() -> None:
+    model = decoder(gqa)
+    state = Runtime(model).state(CARRY, chunk=4)
+    expected, found = greedy(Theirs(model), PROMPT, [5, 2], 20), greedy(ours(state), PROMPT, [5, 2], 20)
+    assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("attention", [gqa, concat])
+def test_halves_stay_within_their_type_over_a_given_text(attention: Any) -> None:
+    model = decoder(attention, np.float16)
+    state, theirs = Runtime(model).state(CARRY, chunk=8), Theirs(model)
+    text, largest = np.random.default_rng(2).integers(0, VOCABULARY, (2, 30)), 0.0
+    for start, stop in [(0, 5), *((at, at + 1) for at in range(5, 30))]:
+        feeds = {"input_ids": text[:, start:stop], "attention_mask": np.ones((2, stop), np.int64)}
+        largest = max(largest, gap(ours(state)(feeds), theirs(feeds)).largest)
+    assert largest <= TABLE[np.dtype(np.float16)]
+    for name, value in state.values.items():
+        assert gap(np.array(value), theirs.past[name]).largest <= TABLE[np.dtype(np.float16)]
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("attention", [gqa, concat])
+def test_a_state_gives_what_plain_runs_give_bit_for_bit(attention: Any) -> None:
+    runtime, state = Runtime(decoder(attention)), Runtime(decoder(attention)).state(CARRY, chunk=3)
+    past: dict[str, Any] = {name: np.zeros((2, GROUPS, 0, SIZE), np.float32) for name in CARRY}
+    for start, stop in ((0, 4), (4, 5), (5, 8), (8, 9)):
+        ids = np.arange(2 * start, 2 * stop).reshape(2, -1)
+        feeds = {"input_ids": ids, "attention_mask": np.ones((2, stop), np.int64)}
+        plain = runtime({**feeds, **past})
+        carried = dict(zip(plain, state.run(None, feeds), strict=True))
+        past = {name: plain[source] for name, source in CARRY.items()}
+        assert {name: value.tolist() for name, value in carried.items()} == {
+            name: value.tolist() for name, value in plain.items()
+        }
+
+
+# ---- where the values are
+
+
+def test_a_carried_value_is_the_array_that_the_run_made() -> None:
+    state = Runtime(hidden()).state({"before": "h"})
+    (first,) = state.run(None, {"x": np.ones((2, 4), np.float32)}, as_numpy=False)
+    assert isinstance(first, mx.array)
+    assert state.values["before"] is first
+    passed: list[Any] = []
+    evaluate = state._runtime.evaluate
+    state._runtime.evaluate = lambda names, feeds: passed.append(feeds["before"]) or evaluate(names, feeds)  # type: ignore[method-assign]
+    state.run(None, {"x": np.ones((2, 4), np.float32)})
+    assert passed[0] is first
+
+
+def test_mlx_arrays_pass_through_a_run_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(value: Any) -> Any:
+        raise AssertionError(f"{type(value).__name__} went through NumPy")
+
+    same = Runtime(onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> agraph (float[n] x) => (float[n] y, float[n] z) '
+        "{ y = Identity(x) z = Add(x, x) }"
+    ))  # fmt: skip
+    x = mx.array(np.arange(8, dtype=np.float32))
+    monkeypatch.setattr(session_module, "to_numpy", refuse)
+    y, z = same.run(None, {"x": x}, as_numpy=False)
+    assert y is x
+    assert isinstance(z, mx.array)
+    with pytest.raises(AssertionError, match="array went through NumPy"):
+        same.run(None, {"x": x})
+
+
+@pytest.mark.usefixtures("place")
+def test_a_cache_is_written_in_place_and_grows_by_chunks() -> None:
+    state = Runtime(decoder(gqa)).state(CARRY, chunk=16)
+    buffers, capacities = [], []
+    for total in range(1, 41):
+        state.run(["logits"], {"input_ids": np.array([[total]]), "attention_mask": np.ones((1, total), np.int64)})
+        cache = state._held["past_key_1"]
+        view = cache.buffer if isinstance(cache.buffer, np.ndarray) else np.array(cache.buffer, copy=False)
+        buffers.append(view.__array_interface__["data"][0])
+        capacities.append(cache.capacity)
+        assert state.values["past_key_1"].shape == (1, GROUPS, total, SIZE)
+    assert capacities == [16] * 16 + [32] * 16 + [48] * 8
+    assert len(set(buffers[:16])) == len(set(buffers[16:32])) == len(set(buffers[32:])) == 1
+
+
+def test_values_taken_from_a_state_do_not_change_with_it() -> None:
+    state = Runtime(decoder(gqa)).state(CARRY)
+    feeds = {"input_ids": np.array([[3, 4]]), "attention_mask": np.ones((1, 2), np.int64)}
+    _, kept = state.run(["logits", "present_key_0"], feeds, as_numpy=False)
+    before, values = np.array(kept), {name: np.array(value) for name, value in state.values.items()}
+    taken = state.values
+    state.run(["logits"], {"input_ids": np.array([[5, 6]]), "attention_mask": np.ones((1, 2), np.int64)})
+    np.testing.assert_array_equal(np.array(kept), before)
+    assert all(np.array_equal(np.array(taken[name]), values[name]) for name in taken)
+    assert not np.array_equal(np.array(state.values["past_key_0"]), before)
+
+
+def test_a_cache_that_the_graph_looks_at_is_not_written_in_place() -> None:
+    model = decoder(gqa)
+    graph = model.graph
+    graph.node.append(onnx.helper.make_node("Shape", ["past_key_0"], ["seen"]))
+    graph.output.append(onnx.helper.make_tensor_value_info("seen", onnx.TensorProto.INT64, [4]))
+    state = Runtime(model).state(CARRY)
+    assert state.in_place == set(CARRY) - {"past_key_0"}
+    for total in (1, 2):
+        feeds = {"input_ids": np.array([[7]]), "attention_mask": np.ones((1, total), np.int64)}
+        assert state.run(["seen"], feeds)[0].tolist() == [1, GROUPS, total - 1, SIZE]
+
+
+# ---- a state's life
+
+
+def test_a_state_starts_from_zeros_or_from_what_is_fed() -> None:
+    runtime, x = Runtime(hidden()), np.full((3, 4), 0.5, np.float32)
+    state, other = runtime.state({"before": "h"}), runtime.state({"before": "h"})
+    assert state.values == {}
+    np.testing.assert_array_equal(state.run(None, {"x": x})[0], runtime.run(None, {"x": x, "before": 0 * x})[0])
+    first, (second,) = np.array(state.values["before"]), state.run(None, {"x": x})
+    np.testing.assert_array_equal(second, runtime.run(None, {"x": x, "before": first})[0])
+    np.testing.assert_array_equal(other.run(None, {"x": x, "before": first})[0], second)
+    np.testing.assert_array_equal(state.run(None, {"x": x, "before": first})[0], second)
+    state.reset()
+    np.testing.assert_array_equal(state.run(None, {"x": x})[0], first)
+
+
+@pytest.mark.parametrize("attention", [gqa, concat])
+def test_a_run_that_fails_changes_nothing(attention: Any) -> None:
+    runtime = Runtime(decoder(attention))
+    state, other = runtime.state(CARRY), runtime.state(CARRY)
+    step = [{"input_ids": np.array([[n]]), "attention_mask": np.ones((1, n), np.int64)} for n in (1, 2)]
+    other.run(None, step[0])
+    state.run(None, step[0])
+    with pytest.raises(RunError, match="'logits2'"):
+        state.run(["logits2"], step[1])
+    with pytest.raises(RunError, match="node_"):
+        state.run(None, {**step[1], "input_ids": np.array([[VOCABULARY + 1]])})
+    with pytest.raises(RunError, match="input 'attention_mask' is missing"):
+        state.run(None, {"input_ids": step[1]["input_ids"]})
+    assert {name: value.shape for name, value in state.values.items()} == dict.fromkeys(CARRY, (1, GROUPS, 1, SIZE))
+    for found, expected in zip(state.run(None, step[1]), other.run(None, step[1]), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("carry", "chunk", "sentence"),
+    [
+        ({"q": "h"}, 1, "'q' cannot carry 'h': the model has no input 'q'"),
+        ({"before": "q"}, 1, "'before' cannot carry 'q': the model has no output 'q'"),
+        ({"before": "n"}, 1, "'before' cannot carry 'n': it is tensor(float), not tensor(int64)"),
+        ({"before": "h"}, 0, "a cache grows by at least 1 step at a time, not 0"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused(carry: dict[str, str], chunk: int, sentence: str) -> None:
+    model = hidden("h = Tanh(s) n = Shape(s)")
+    model.graph.output.append(onnx.helper.make_tensor_value_info("n", onnx.TensorProto.INT64, [2]))
+    with pytest.raises(RunError, match=re.escape(sentence)):
+        Runtime(model).state(carry, chunk)
+
+
+def test_a_first_value_that_does_not_fit_is_refused() -> None:
+    state = Runtime(decoder(gqa)).state(CARRY)
+    feeds = {"input_ids": np.array([[1]]), "attention_mask": np.ones((1, 1), np.int64)}
+    with pytest.raises(RunError, match="input 'past_key_0' is tensor"):
+        state.run(None, {**feeds, "past_key_0": np.zeros((1, GROUPS, 0, SIZE), np.float64)})
+
+
+# ---- many lengths
+
+
+def lookup_decoder(folder: Path) -> Path:
+    """The decoder with 4-bit weights, rewritten to our operators."""
+    onnx.save(decoder(concat), folder / "float.onnx")
+    quantize_file(folder / "float.onnx", folder / "chains.onnx", block_size=16)
+    report = rewrite(folder / "chains.onnx", folder / "packed.onnx")
+    assert len(report.rewritten) >= 12
+    return folder / "packed.onnx"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is alive: bytes of MLX arrays, Python objects, resident bytes of the process."""
+
+    arrays: int
+    objects: int
+    resident: int
+
+
+def memory() -> Memory:
+    gc.collect()
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 if sys.platform == "linux" else 0
+    return Memory(mx.get_active_memory(), len(gc.get_objects()), resident)
+
+
+def run_lengths(path: Path, lengths: range, monkeypatch: pytest.MonkeyPatch) -> tuple[Memory, Memory]:
+    """Run prompts of these lengths; return what is alive after the first half and after the second."""
+    runtime = Runtime(path)
+
+    def run(length: int) -> None:
+        past = {name: np.zeros((1, GROUPS, 0, SIZE), np.float32) for name in CARRY}
+        feeds = {"input_ids": np.full((1, length), 3), "attention_mask": np.ones((1, length), np.int64)}
+        assert runtime.run(["logits"], {**feeds, **past})[0].shape == (1, length, VOCABULARY)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a kernel was built for one more length")
+
+    for length in (1, 2, lengths.stop):  # kernels are built on first use, for few and for many rows
+        run(length)
+    for name in ("metal_kernel", "cuda_kernel"):
+        monkeypatch.setattr(mx.fast, name, refuse)
+    marks, middle = [], len(lengths) // 2
+    for part in (lengths[:middle], lengths[middle:]):
+        for length in part:
+            run(length)
+        marks.append(memory())
+    return marks[0], marks[1]
+
+
+def test_sixty_lengths_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    middle, end = run_lengths(lookup_decoder(tmp_path), range(3, 63), monkeypatch)
+    assert middle.arrays == end.arrays > 0
+    assert end.objects - middle.objects < 30
+
+
+@pytest.mark.slow
+def test_a_thousand_lengths_take_flat_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    middle, end = run_lengths(lookup_decoder(tmp_path), range(3, 1003), monkeypatch)
+    assert middle.arrays == end.arrays > 0
+    assert end.objects - middle.objects < 30
+    assert end.resident - middle.resident < 64 << 20  # the scores of the longest prompt take 16 MB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", [gqa, concat])
+def test_a_thousand_tokens_equal_onnxruntime(attention: Any) -> None:
+    model = decoder(attention)
+    state = Runtime(model).state(CARRY)
+    expected, found = greedy(Theirs(model), PROMPT, [5, 5], 1000), greedy(ours(state), PROMPT, [5, 5], 1000)
+    assert found.tolist() == expected.tolist()
+    assert state.values["past_key_0"].shape == (2, GROUPS, 1004, SIZE)
