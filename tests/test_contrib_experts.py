@@ -12,7 +12,7 @@ from places import place  # noqa: F401 - a fixture
 from lut4tool.runtime.registry import Unsupported
 from lut4tool.runtime.session import Runtime
 
-pytestmark = pytest.mark.usefixtures("at")
+pytestmark = pytest.mark.usefixtures("place")
 
 RNG = np.random.default_rng(23)
 EXPERTS, HIDDEN, INNER, TOKENS = 4, 32, 64, 7
