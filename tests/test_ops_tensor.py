@@ -179,3 +179,24 @@ def test_split_that_does_not_add_up_is_an_error():
 def test_squeeze_of_a_larger_axis_is_an_error():
     with pytest.raises(RunError, match=r"axis 1 of shape \[3, 4, 2\] is not 1"):
         run("Squeeze", X, ints(1))
+
+
+BAD = {
+    "Squeeze": ((X, ints(7)), "axis 7 is out of range for rank 3: it takes -3 to 2"),
+    "Unsqueeze": ((X, ints(-5)), "axis -5 is out of range for rank 4"),
+    "ReduceSum": ((X, ints(3)), "axis 3 is out of range for rank 3"),
+    "Slice": ((X, ints(0), ints(1), ints(3)), "axis 3 is out of range for rank 3"),
+    "Pad": ((X, ints(-2, 0, 0, -2, 0, 0)), "pads -2 and -2 cut more than the 3 of an axis"),
+    "Compress": ((X, np.array([0, 0, 0, 1], bool)), "index 3 is out of range"),
+    "ReverseSequence": ((X, ints(1, 2, 3, 4)), "index 3 is out of range for an axis of 3"),
+    "Tile": ((X, ints(1, -1, 1)), "must not be negative"),
+    "TopK": ((X, ints(-1)), "k is -1"),
+}
+
+
+@pytest.mark.parametrize("op_type", BAD)
+def test_what_would_read_outside_the_tensor_is_an_error(op_type):
+    inputs, text = BAD[op_type]
+    attributes = {"axis": 0} if op_type == "Compress" else {}
+    with pytest.raises(RunError, match=f"node '{op_type}.*{text}"):
+        run(op_type, *inputs, outputs=2 if op_type == "TopK" else 1, **attributes)

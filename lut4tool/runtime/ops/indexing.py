@@ -24,6 +24,13 @@ def checked(indices: Any, size: int) -> np.ndarray:
     return found
 
 
+def positive(axis: int, rank: int) -> int:
+    """An axis counted from the front; raise IndexError where a tensor of this rank has none such."""
+    if not -rank <= axis < rank:
+        raise IndexError(f"axis {axis} is out of range for rank {rank}: it takes {-rank} to {rank - 1}")
+    return axis % rank
+
+
 @op("Gather")
 def gather(xp: Any, x: Any, indices: Any, *, axis: int = 0) -> Any:
     """np.take; an index out of range is an error."""

@@ -350,7 +350,7 @@ for _name, _function in (("CumSum", "cumsum"), ("CumProd", "cumprod")):
 
 def _top(xp: Any, x: Any, k: int, axis: int, largest: int) -> tuple[Any, Any]:
     """The k first of a stable sort: of equal values the lower index comes first, which mx.topk does not promise."""
-    if k > x.shape[axis]:
+    if not 0 <= k <= x.shape[axis]:
         raise ValueError(f"k is {k}, but axis {axis} has {x.shape[axis]} elements")
     key = x
     if largest:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from lut4tool.runtime.ops.compute import on_device
+from lut4tool.runtime.ops.indexing import positive
 from lut4tool.runtime.registry import op
 
 #: f(xp, x, axes, keepdims) of a tensor that is not empty along the axes, or whose reduction of nothing NumPy defines.
@@ -83,7 +84,7 @@ _REDUCTIONS: dict[str, Reduction] = {
 def reduce(reduction: Reduction, xp: Any, x: Any, axes: Sequence[int] | None, keepdims: int) -> Any:
     """Reduce over `axes` (None: all of them) in x's own type, where NumPy and MLX would widen small integers."""
     chosen = range(x.ndim) if axes is None else axes
-    places = tuple(int(axis) % x.ndim for axis in chosen)
+    places = tuple(positive(int(axis), x.ndim) for axis in chosen)
     return on_device(xp, lambda xp, x: reduction(xp, x, places, bool(keepdims)), x)
 
 
@@ -113,7 +114,7 @@ def _first(function: str, xp: Any, x: Any, *, axis: int = 0, keepdims: int = 1) 
 
 def _select(function: str, xp: Any, x: Any, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Any:
     """int64, where MLX gives uint32; the last of equal values on demand."""
-    axis += x.ndim if axis < 0 else 0
+    axis = positive(axis, x.ndim)
     if select_last_index:
         backward = tuple(slice(None, None, -1) if place == axis else slice(None) for place in range(x.ndim))
         index = x.shape[axis] - 1 - getattr(xp, function)(x[backward], axis=axis).astype(xp.int64)

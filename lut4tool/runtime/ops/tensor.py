@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lut4tool.runtime.dtypes import to_mx
+from lut4tool.runtime.ops.indexing import checked, positive
 from lut4tool.runtime.registry import op
 
 
@@ -106,9 +107,10 @@ def _slices(x: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> tuple[slic
     axes = range(len(starts)) if axes is None else axes
     steps = [1] * len(starts) if steps is None else steps
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
-        first, last, stride = slice(int(start), int(end), int(step)).indices(x.shape[axis])
+        place = positive(int(axis), x.ndim)
+        first, last, stride = slice(int(start), int(end), int(step)).indices(x.shape[place])
         whole = len(range(first, last, stride)) > 0
-        found[int(axis)] = slice(first, None if last < 0 else last, stride) if whole else slice(0, 0)
+        found[place] = slice(first, None if last < 0 else last, stride) if whole else slice(0, 0)
     return tuple(found)
 
 
@@ -129,7 +131,7 @@ def slice_inputs(xp: Any, x: Any, starts: Any, ends: Any, axes: Any = None, step
 def _squeezed(x: Any, axes: Any) -> Any:
     if axes is None:
         return x.reshape([size for size in x.shape if size != 1])
-    gone = {int(axis) % x.ndim for axis in axes}
+    gone = {positive(int(axis), x.ndim) for axis in axes}
     for axis in gone:
         if x.shape[axis] != 1:
             raise ValueError(f"axis {axis} of shape {list(x.shape)} is not 1 and cannot be squeezed")
@@ -138,7 +140,7 @@ def _squeezed(x: Any, axes: Any) -> Any:
 
 def _unsqueezed(x: Any, axes: Any) -> Any:
     rank = x.ndim + len(axes)
-    new = {int(axis) % rank for axis in axes}
+    new = {positive(int(axis), rank) for axis in axes}
     if len(new) != len(axes):
         raise ValueError(f"axes {[int(axis) for axis in axes]} name one axis twice")
     sizes = iter(x.shape)
@@ -178,6 +180,8 @@ def expand(xp: Any, x: Any, shape: Any) -> Any:
 @op("Tile", since=6, host=(1,))
 def tile(xp: Any, x: Any, repeats: Any) -> Any:
     """One repeat an axis."""
+    if repeats.size and repeats.min() < 0:
+        raise ValueError(f"repeats {repeats.tolist()} must not be negative")
     return xp.tile(x, repeats.tolist())
 
 
@@ -189,9 +193,12 @@ def where(xp: Any, condition: Any, x: Any, y: Any) -> Any:
 
 def _pad(xp: Any, x: Any, pads: Sequence[int], value: Any, axes: Any, mode: str) -> Any:
     """MLX pads with a constant or the edge only: other modes are a gather an axis; negative pads cut first."""
-    places = range(x.ndim) if axes is None else [int(axis) % x.ndim for axis in axes]
+    places = range(x.ndim) if axes is None else [positive(int(axis), x.ndim) for axis in axes]
     around = {axis: (int(pads[i]), int(pads[i + len(places)])) for i, axis in enumerate(places)}
     cuts = [around.get(axis, (0, 0)) for axis in range(x.ndim)]
+    for size, (low, high) in zip(x.shape, cuts, strict=True):
+        if max(0, -low) + max(0, -high) > size:
+            raise ValueError(f"pads {low} and {high} cut more than the {size} of an axis")
     inside = [slice(max(0, -low), size - max(0, -high)) for (low, high), size in zip(cuts, x.shape, strict=True)]
     x = x[tuple(inside)]
     widths = [(max(0, low), max(0, high)) for low, high in cuts]
@@ -299,6 +306,7 @@ def is_inf(xp: Any, x: Any, *, detect_negative: int = 1, detect_positive: int = 
 @op("ReverseSequence", host=(1,))
 def reverse_sequence(xp: Any, x: Any, sequence_lens: Any, *, batch_axis: int = 1, time_axis: int = 0) -> Any:
     """The first sequence_lens[b] steps backward, the rest as they are."""
+    checked(sequence_lens - 1, x.shape[time_axis])
     steps, lengths = np.arange(x.shape[time_axis])[:, None], sequence_lens[None, :]
     times = np.where(steps < lengths, lengths - 1 - steps, steps)  # [time, batch]
     batches = np.arange(x.shape[batch_axis])[None, :]
@@ -327,7 +335,8 @@ def non_zero(x: Any) -> Any:
 @op("Compress", host=(1,))
 def compress(xp: Any, x: Any, condition: Any, *, axis: int | None = None) -> Any:
     """Slices where the condition holds; of the flat tensor without an axis."""
-    chosen = xp.array(np.nonzero(condition)[0])
+    length = x.size if axis is None else x.shape[axis]
+    chosen = xp.array(checked(np.nonzero(condition)[0], length))
     return xp.take(x.reshape(-1), chosen, axis=0) if axis is None else xp.take(x, chosen, axis=axis)
 
 
