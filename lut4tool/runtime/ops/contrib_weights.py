@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,7 @@ def matmul_nbits(node: Node) -> Callable[..., Any]:
             y = mx.zeros((*x.shape[:-1], columns), dtype=x.dtype)
         else:
             y = product(x, packed, *rest[: 2 if product is not decoded else 3])
-        return y + rest[4].astype(y.dtype) if has_bias else y
+        return y + rest[3].astype(y.dtype) if has_bias else y
 
     return run
 
@@ -102,13 +103,21 @@ def _blocks(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """B as [N, blocks, bytes], scales as [N, blocks], zero points one a block or [1, 1]; each may come flat."""
     blocks = -(-depth // size)
-    grid = (columns, blocks)
-    packed, scales = packed.reshape(*grid, size * bits // 8), scales.reshape(grid)
+    packed = _shaped("B", packed, columns, blocks, size * bits // 8)
+    scales = _shaped("scales", scales, columns, blocks)
     if zero_points is None:
         return packed, scales, np.full((1, 1), 2 ** (bits - 1), np.uint8)
     if zero_points.dtype == np.uint8:
-        zero_points = unpacked(zero_points.reshape(columns, -1), bits)[:, :blocks]
-    return packed, scales, np.ascontiguousarray(zero_points.reshape(grid))
+        zeros = unpacked(_shaped("zero_points", zero_points, columns, -(-blocks * bits // 8)), bits)
+        return packed, scales, np.ascontiguousarray(zeros[:, :blocks])
+    return packed, scales, _shaped("zero_points", zero_points, columns, blocks)
+
+
+def _shaped(name: str, value: np.ndarray, *shape: int) -> np.ndarray:
+    """A value of this shape, or of one that runs its last axes together; never one of other axes with as many bytes."""
+    if value.size != prod(shape) or (value.ndim > 1 and value.shape != shape[: value.ndim - 1] + value.shape[-1:]):
+        raise Unsupported(f"{name} must be of shape {list(shape)}, or flat, not {list(value.shape)}")
+    return value.reshape(shape)
 
 
 def decoded_product(
