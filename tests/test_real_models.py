@@ -147,6 +147,60 @@ def test_a_declared_shape_that_is_wrong_or_no_shape_does_not_matter():
     assert declared.shape == [None, 3, "?", "?"]  # the file says -1, and "?" for two different sizes
 
 
+# ---- loops
+
+STREAMS = {
+    "silero-vad": {"state": "stateN"},
+    "silero-vad-half": {"state": "stateN"},
+    "silero-vad-ifless": {"state": "stateN"},
+    "silero-vad-sequence": {"h": "hn", "c": "cn"},
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_carries_its_state(name):
+    path, carry = fetch(name), STREAMS[name]
+    state, theirs = Runtime(path).state(carry), session(str(path))
+    outputs = [value.name for value in theirs.get_outputs()]
+    past = {key: feeds(name)[key] for key in carry}
+    for window in range(12):
+        given = {key: value for key, value in feeds(name, window).items() if key not in carry}
+        if window == 0:
+            given |= past  # the file says no size for the state
+        found = state.run(None, given)
+        expected = theirs.run(None, {**given, **past})
+        past = {key: expected[outputs.index(source)] for key, source in carry.items()}
+        assert all(gap(*pair) <= allowed(pair[0].dtype) for pair in zip(found, expected, strict=True))
+
+
+def test_names_are_spelled_letter_for_letter_as_in_onnxruntime():
+    encoder, decoder = fetch("name-encoder"), fetch("name-decoder")
+    letters = feeds("name-encoder")
+    memory, mask, hidden = Runtime(encoder).run(None, letters, as_numpy=False)
+    state = Runtime(decoder).state({"hidden": "hidden_out"})
+    found = spelled(lambda prefix, first: state.run(
+        ["logprobs"], {"prefix": prefix, "memory": memory, "src_mask": mask} | ({"hidden": hidden} if first else {})
+    )[0])  # fmt: skip
+
+    run, (memory, mask, hidden) = session(str(decoder)).run, session(str(encoder)).run(None, letters)
+    held = {"hidden": hidden}
+
+    def step(prefix, _):
+        logprobs, held["hidden"] = run(None, {"prefix": prefix, "memory": memory, "src_mask": mask, **held})
+        return logprobs
+
+    assert found.tolist() == spelled(step).tolist()
+
+
+def spelled(step):
+    """The likeliest letters of two names, twenty each, after the token that begins one."""
+    prefix = np.full((2, 1), 1)
+    for length in range(20):
+        letters = step(prefix, length == 0).argmax(-1)
+        prefix = np.concatenate([prefix, letters[:, None]], axis=1)
+    return prefix
+
+
 # ---- noise
 
 
