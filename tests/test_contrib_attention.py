@@ -211,6 +211,9 @@ def test_decoder_masked_attention_over_a_shared_buffer():
         ("MultiHeadAttention", 10, {}, "cache_indirection is not supported"),
         ("DecoderMaskedMultiHeadAttention", 9, {}, "beam_width is not supported"),
         ("Attention", 2, {"window": 3}, "no attribute 'window'"),
+        ("Attention", 5, {"past_present_share_buffer": 1}, "are supported together only"),
+        ("Attention", 7, {}, "are supported together only"),
+        ("DecoderMaskedMultiHeadAttention", 8, {}, "are supported together only"),
     ],
 )
 def test_what_is_not_supported_is_refused_before_running(op_type, count, options, why):

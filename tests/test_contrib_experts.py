@@ -248,6 +248,7 @@ def test_halves_are_rounded_once(op_type):
         ("MoE", {"activation_type": "tanh"}, "activation_type must be relu or"),
         ("MoE", {"activation_type": "swiglu"}, "swiglu needs swiglu_fusion 1 or 2"),
         ("MoE", {"swiglu_limit_after_activation": 1}, "is for swiglu, not for relu"),
+        ("MoE", {"third": True}, "fc3_experts_bias needs fc3_experts_weights"),
         ("QMoE", {"quant_type": "fp4"}, "quant_type must be int, not fp4"),
         ("QMoE", {"weights_prepacked": 1}, "weights_prepacked must be -1 or 0, not 1"),
         ("QMoE", {"expert_weight_bits": 3}, "a weight has 2, 4 or 8 bits, not 3"),
@@ -256,5 +257,8 @@ def test_halves_are_rounded_once(op_type):
 )
 def test_what_is_not_supported_is_refused_before_running(op_type, options, why):
     inputs = moe(False) if op_type == "MoE" else qmoe(4, 0, False)[0]
+    options = dict(options)
+    if options.pop("third", False):
+        inputs += [None, floats(EXPERTS, INNER)]
     with pytest.raises(Unsupported, match=why):
         Runtime(contrib(op_type, inputs, **options), device="cpu")

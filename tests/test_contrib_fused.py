@@ -134,6 +134,13 @@ def test_an_unknown_activation_is_refused():
         Runtime(contrib("FusedGemm", inputs, activation="Swish"), device="cpu")
 
 
+@pytest.mark.parametrize("activation", ["LeakyRelu", "Clip", "Relu"])
+def test_other_numbers_of_activation_parameters_are_refused(activation):
+    inputs = [floats(1, 2, 5, 5), floats(3, 2, 3, 3)]
+    with pytest.raises(Unsupported, match=f"{activation} takes . activation_params"):
+        Runtime(contrib("FusedConv", inputs, activation=activation, activation_params=[1.0, 2.0, 3.0]), device="cpu")
+
+
 # -- normalizations
 
 
@@ -170,6 +177,12 @@ def test_embed_layer_normalization(segments, mask, positions):
     inputs += [floats(2, 8) if segments else None, floats(8), floats(8), ids(2, 5, below=2) if mask else None]
     inputs += [ids(1, 5, below=6) if positions else None]
     compare("EmbedLayerNormalization", inputs, outputs=3, epsilon=1e-5)
+
+
+def test_segments_without_their_embedding_are_refused():
+    inputs = [ids(1, 2, below=9), ids(1, 2, below=2), floats(9, 8), floats(6, 8), None, floats(8), floats(8)]
+    with pytest.raises(Unsupported, match="segment_ids and segment_embedding are supported together only"):
+        Runtime(contrib("EmbedLayerNormalization", inputs, outputs=2), device="cpu")
 
 
 def test_an_embedding_of_a_negative_index_is_an_error():

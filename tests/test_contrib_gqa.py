@@ -208,6 +208,8 @@ def test_rotary_embedding(interleaved, form, part, positions):
         ({"sliding_window_cache": 1, "local_window_size": 4}, "sliding_window_cache must be 0"),
         ({"kv_num_heads": 3}, "must be a multiple of kv_num_heads 3"),
         ({"causal": 0, "local_window_size": 4}, "local_window_size must be -1"),
+        ({"qk_output": 3}, "qk_output must be 0 or 1 or 2, not 3"),
+        ({"outputs": 4}, "output_qk needs qk_output 1 or 2"),
         ({"do_rotary": 1}, "do_rotary needs the inputs cos_cache and sin_cache"),
     ],
     ids=str,

@@ -124,7 +124,19 @@ def _scores_bias(xp: Any, mask: Any, bias: Any, batch: int, queries: int, keys: 
 # -- Attention
 
 
-@op("Attention", domain=MICROSOFT, host=(3, 6), check=only(do_rotary=(0,)))
+def shared_buffer(node: Node, past: int, length: int) -> None:
+    """Refuse a cache that is a shared buffer without its filled length, and that length without such a buffer."""
+    given, shared = (*node.given, *[False] * 12), bool(node.attributes.get("past_present_share_buffer"))
+    if given[length] != (shared and given[past]):
+        raise Unsupported("past_sequence_length and past_present_share_buffer are supported together only")
+
+
+def _attention_check(node: Node) -> None:
+    only(do_rotary=(0,))(node)
+    shared_buffer(node, past=4, length=6)
+
+
+@op("Attention", domain=MICROSOFT, host=(3, 6), check=_attention_check)
 def attention(
     x: Any, weights: Any, bias: Any = None, mask_index: Any = None, past: Any = None, attention_bias: Any = None,
     past_sequence_length: Any = None, *, do_rotary: int | None = None, mask_filter_value: float | None = None,
@@ -205,6 +217,7 @@ def _projections(xp: Any, q: Any, k: Any, v: Any, bias: Any, heads: int) -> tupl
 
 def _decoder_check(node: Node) -> None:
     refuse_inputs(node, beam_width=8, cache_indirection=9)
+    shared_buffer(node, past=5, length=7)
 
 
 @op("DecoderMaskedMultiHeadAttention", domain=MICROSOFT, host=(3, 7), check=_decoder_check)

@@ -83,6 +83,9 @@ def _check(node: Node) -> None:
     has_third, fusion = third < len(node.given) and node.given[third], a.get("swiglu_fusion", 0)
     if name in _GATED and (has_third if fusion else name == "geglu" or not has_third):
         raise Unsupported(f"{name} needs swiglu_fusion 1 or 2, or 0 and fc3_experts_weights for swiglu")
+    bias = {"MoE": 7, "QMoE": 10}[node.op_type]
+    if not has_third and bias < len(node.given) and node.given[bias]:
+        raise Unsupported("its input fc3_experts_bias needs fc3_experts_weights")
     if a.get("swiglu_limit_after_activation") and name != "swiglu":
         raise Unsupported(f"swiglu_limit_after_activation is for swiglu, not for {name}")
 

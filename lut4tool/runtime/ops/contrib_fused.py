@@ -92,9 +92,15 @@ def _activated(
     return finish(computed(lambda xp, y: function(xp, y, a, b), y), like)
 
 
+#: How many numbers activation_params holds.
+_PARAMETERS = {"LeakyRelu": 1, "HardSigmoid": 2, "Clip": 2}
+
+
 def _known(*names: str) -> Callable[[Node], None]:
     def check(node: Node) -> None:
-        name = node.attributes.get("activation", "")
+        name, parameters = node.attributes.get("activation", ""), node.attributes.get("activation_params", ())
+        if len(parameters) != _PARAMETERS.get(name, 0) and node.op_type == "FusedConv":
+            raise Unsupported(f"{name or 'no activation'} takes {_PARAMETERS.get(name, 0)} activation_params")
         if name and name not in names:
             raise Unsupported(f"activation must be one of {', '.join(names)}, not {name}")
 

@@ -44,12 +44,15 @@ def _positions(xp: Any, places: np.ndarray, rows: int) -> Any:
 
 def _gqa_check(node: Node) -> None:
     only(k_quant_type=("NONE",), v_quant_type=("NONE",), sliding_window_cache=(0,), kv_cache_bit_width=(0,))(node)
+    only(smooth_softmax=(-1, 0, 1), causal=(1, 0), qk_output=(0, 1, 2))(node)
     refuse_inputs(node, k_scale=12, v_scale=13)
     a = node.attributes
     if "num_heads" in a and "kv_num_heads" in a and (a["kv_num_heads"] < 1 or a["num_heads"] % a["kv_num_heads"]):
         raise Unsupported(f"num_heads {a['num_heads']} must be a multiple of kv_num_heads {a['kv_num_heads']}")
     if not a.get("causal", 1) and a.get("local_window_size", -1) > 0:
         raise Unsupported("local_window_size must be -1 where causal is 0")
+    if node.outputs > 3 and not a.get("qk_output", 0):
+        raise Unsupported("its output output_qk needs qk_output 1 or 2")
     if a.get("do_rotary") and not all((*node.given, *[False] * 9)[7:9]):
         raise Unsupported("do_rotary needs the inputs cos_cache and sin_cache")
 

@@ -10,7 +10,8 @@ from lut4tool.runtime.dtypes import numpy_dtype, to_mx
 from lut4tool.runtime.ops.compute import finish, finish_as, working
 from lut4tool.runtime.ops.indexing import checked
 from lut4tool.runtime.ops.norm import standard
-from lut4tool.runtime.registry import REQUIRED, op
+from lut4tool.runtime.plan import Node
+from lut4tool.runtime.registry import REQUIRED, Unsupported, op
 
 MICROSOFT = "com.microsoft"
 _FLOAT32 = np.dtype(np.float32)
@@ -60,7 +61,13 @@ def _inverse_rms(xp: Any, x: Any, axes: Any, epsilon: float) -> Any:
     return 1 / xp.sqrt(xp.mean(x * x, axis=axes, keepdims=True) + epsilon)
 
 
-@op("EmbedLayerNormalization", domain=MICROSOFT, host=(0, 1, 7, 8))
+def _segments_check(node: Node) -> None:
+    given = (*node.given, *[False] * 9)
+    if given[1] != given[4]:
+        raise Unsupported("segment_ids and segment_embedding are supported together only")
+
+
+@op("EmbedLayerNormalization", domain=MICROSOFT, host=(0, 1, 7, 8), check=_segments_check)
 def embed_layer_normalization(
     input_ids: Any, segment_ids: Any = None, word_embedding: Any = REQUIRED, position_embedding: Any = REQUIRED,
     segment_embedding: Any = None, gamma: Any = REQUIRED, beta: Any = REQUIRED, mask: Any = None,
