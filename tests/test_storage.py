@@ -203,9 +203,10 @@ def test_a_model_without_a_folder_has_no_external_data():
         TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[3], raw_data=b"12345"),
         TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[3], float_data=[1, 2]),
         TensorProto(name="w", data_type=TensorProto.INT4, dims=[3], raw_data=b"1"),
+        TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[1], raw_data=b"1234", segment={"begin": 0, "end": 1}),
     ],
 )
-def test_wrong_amount_of_inline_data(tensor):
+def test_inline_data_that_is_not_what_it_says(tensor):
     with pytest.raises(StorageError, match="tensor 'w'"):
         Tensors(None).array(tensor)
 
@@ -220,6 +221,19 @@ def test_write_atomic_writes_bytes_or_what_a_function_writes(tmp_path):
     write_atomic(path, lambda file: file.write(b"two"))
     assert path.read_bytes() == b"two"
     assert names(tmp_path) == ["out.bin"]
+
+
+def test_the_content_is_whole_before_it_gets_its_name(tmp_path, monkeypatch):
+    sizes = []
+    replace = os.replace
+
+    def noted(temporary, path):
+        sizes.append(Path(temporary).stat().st_size)
+        replace(temporary, path)
+
+    monkeypatch.setattr(storage.os, "replace", noted)
+    write_atomic(tmp_path / "out.bin", b"abc")
+    assert sizes == [3]
 
 
 def test_modes_of_new_and_replaced_files(tmp_path):
