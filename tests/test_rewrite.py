@@ -302,6 +302,19 @@ def test_one_name_in_two_branches():
         assert_same_results(built, after)
 
 
+def test_a_branch_that_is_written_twice_keeps_its_sites_apart():
+    """Runtimes read one of the two: each is rewritten at its own indices."""
+    built = build(place=["If"])
+    branch = next(node for node in built.model.graph.node if node.op_type == "If").attribute
+    (then,) = (entry for entry in branch if entry.name == "then_branch")
+    branch.add().CopyFrom(then)
+    then.g.node.insert(0, helper.make_node("Neg", ["x"], ["unread"]))
+    after = rewritten(built.model)
+    found = [entry for node in after.graph.node for entry in node.attribute if entry.name == "then_branch"]
+    assert [[node.op_type for node in entry.g.node] for entry in found] == [["Neg", "Lookup4MatMul"], ["Lookup4MatMul"]]
+    assert_same_results(built, after)
+
+
 def test_rewriting_twice_changes_nothing():
     once = rewritten(build().model)
     twice = copy.deepcopy(once)
@@ -589,6 +602,17 @@ def test_a_path_through_the_parent_lands_in_outs_folder(built, tmp_path):
     assert_same_results(built, load(tmp_path / "b" / "out.onnx"))
 
 
+def test_data_is_not_copied_through_a_link_out_of_outs_folder(built, tmp_path):
+    for name in ("m", "b", "elsewhere"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "b" / "sub").symlink_to("../elsewhere")
+    source = write(built.model, tmp_path / "m" / "in.onnx", "sub/w.bin")
+    rewrite(source, tmp_path / "b" / "out.onnx")
+    assert files(tmp_path / "elsewhere") == {}
+    assert files(tmp_path / "b").keys() == {"out.onnx", "w.bin"}
+    assert_same_results(built, load(tmp_path / "b" / "out.onnx"))
+
+
 FULL = OSError(errno.ENOSPC, "No space left on device")
 CRASHES = [
     (error, moment, target)
@@ -658,6 +682,13 @@ def test_a_proto_past_the_limit_gets_external_data(built, tmp_path, monkeypatch)
     read = storage.read_model(source)
     monkeypatch.setattr("lut4tool.rewrite.read_model", lambda path: read)
     monkeypatch.setattr(storage, "PROTO_LIMIT", 5000)
+    whole, replace = copy.deepcopy(read), os.replace
+    monkeypatch.setattr(storage.os, "replace", lambda *args: (_ for _ in ()).throw(FULL))
+    with pytest.raises(StorageError, match="no space left"):
+        rewrite(source, tmp_path / "out.onnx")
+    assert files(tmp_path).keys() == {"in.onnx"}
+    monkeypatch.setattr(storage.os, "replace", replace)
+    read.CopyFrom(whole)
     report = rewrite(source, tmp_path / "out.onnx")
     assert files(tmp_path).keys() == {"in.onnx", "out.onnx", "out.onnx.data"}
     assert report.notes == (
