@@ -62,8 +62,8 @@ def only_proof(built: Built) -> Proof:
 def node_at(model: onnx.ModelProto, proof: Proof) -> onnx.NodeProto:
     """The node that a proof's site leads to."""
     body: Any = model.graph if proof.site.function is None else model.functions[proof.site.function]
-    for index, name in proof.site.path:
-        body = next(attribute.g for attribute in body.node[index].attribute if attribute.name == name)
+    for index, position in proof.site.path:
+        body = body.node[index].attribute[position].g
     return body.node[proof.site.index]
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import onnx
 
-#: One step into a subgraph: (index of the node, name of its graph attribute).
-Step = tuple[int, str]
+#: One step into a subgraph: (index of the node, index of its graph attribute; a name could be written twice).
+Step = tuple[int, int]
 
 
 @dataclass(frozen=True)

@@ -219,9 +219,9 @@ class Walk:
                 callee = self.functions.get((_domain(node.domain), node.op_type, node.overload))
                 if callee is not None:
                     self.calls[callee].append(place)
-                inner = [attribute for attribute in node.attribute if attribute.type == AttributeProto.GRAPH]
-                for attribute in reversed(inner):
-                    path = (*scope.path, (index, attribute.name))
+                inner = [(at, entry) for at, entry in enumerate(node.attribute) if entry.type == AttributeProto.GRAPH]
+                for position, attribute in reversed(inner):
+                    path = (*scope.path, (index, position))
                     below = f"{scope.title(node)}/{attribute.name}/"
                     child = self._scope(attribute.g, scope, function, path, below, scope.opset)
                     waiting.append((child, iter(enumerate(child.nodes))))
@@ -470,8 +470,14 @@ class Trail:
             place.refuse(f"literal '{value.name}' has {size} elements, more than {LITERAL_ELEMENTS}")
         if tensor.data_location == TensorProto.EXTERNAL:
             place.refuse(f"literal '{value.name}' is external data; it must be in the model")
+        if tensor.HasField("segment"):
+            place.refuse(f"literal '{value.name}' is stored in segments, which ONNX runtimes do not read")
         raw = tensor.raw_data
-        values = struct.unpack(f"<{len(raw) // 8}q", raw[: len(raw) // 8 * 8]) if raw else tuple(tensor.int64_data)
+        values = (
+            struct.unpack(f"<{len(raw) // 8}q", raw[: len(raw) // 8 * 8])
+            if tensor.HasField("raw_data")
+            else tuple(tensor.int64_data)
+        )
         if len(values) != size or len(raw) % 8:
             place.refuse(f"literal '{value.name}' holds {len(raw) or len(values)} bytes or values, not {size} values")
         if isinstance(value.definition, NodeProto):

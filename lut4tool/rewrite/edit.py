@@ -59,7 +59,7 @@ class _Scope:
         self.owner = owner
         self.parent = parent
         self.nodes: list[onnx.NodeProto] = list(owner.node)
-        self.children: dict[Step, _Scope] = {}
+        self.children: dict[Step | tuple[int, int, int], _Scope] = {}  # the third: where it stands in a list of graphs
         self.uses: Counter[str] = Counter()
         self.producer = {name: index for index, node in enumerate(self.nodes) for name in node.output if name}
         self.annotations: dict[str, list[str]] = {}  # tensor -> the values that its annotation names
@@ -105,11 +105,11 @@ def _scope_of(owner: Any, parent: _Scope | None = None) -> _Scope:
     scope = _Scope(owner, parent)
     for index, node in enumerate(scope.nodes):
         scope.use(node.input)
-        for attribute in node.attribute:
+        for position, attribute in enumerate(node.attribute):
             if attribute.HasField("g"):
-                scope.children[index, attribute.name] = _scope_of(attribute.g, scope)
-            for position, graph in enumerate(attribute.graphs):
-                scope.children[index, f"{attribute.name}[{position}]"] = _scope_of(graph, scope)
+                scope.children[index, position] = _scope_of(attribute.g, scope)
+            for place, graph in enumerate(attribute.graphs):
+                scope.children[index, position, place] = _scope_of(graph, scope)
     is_function = isinstance(owner, onnx.FunctionProto)
     scope.use(owner.output if is_function else [entry.name for entry in owner.output])
     for annotation in () if is_function else owner.quantization_annotation:
