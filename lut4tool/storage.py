@@ -65,7 +65,33 @@ def parse_model(data: bytes, name: str = "the model") -> onnx.ModelProto:
     if not model.HasField("graph") or (model.ir_version >= 3 and not model.opset_import):
         missing = "opset_import" if model.HasField("graph") else "graph"
         raise StorageError(f"{name} is cut short or is not an ONNX model: it has no {missing}")
+    for text in _names(model):
+        if isinstance(text, bytes):  # what protobuf gives for text that is not UTF-8
+            raise StorageError(f"{name} is damaged or is not an ONNX model: its name {text!r} is not UTF-8")
     return model
+
+
+def _names(model: onnx.ModelProto) -> Iterator[str | bytes]:
+    """Every name that a model gives to values, operators, attributes, domains, functions and files."""
+    yield from (entry.domain for entry in model.opset_import)
+    for function in model.functions:
+        yield from (function.domain, function.name, function.overload, *function.input, *function.output)
+        yield from (*function.attribute, *(entry.domain for entry in function.opset_import))
+    tensors: list[onnx.TensorProto] = []
+    waiting: list[onnx.GraphProto | onnx.FunctionProto] = [model.graph, *model.functions]
+    for body in waiting:
+        for node in body.node:
+            yield from (node.op_type, node.name, node.domain, node.overload, *node.input, *node.output)
+            for attribute in node.attribute:
+                yield from (attribute.name, attribute.ref_attr_name)
+                waiting += [attribute.g] * attribute.HasField("g") + list(attribute.graphs)
+                tensors += [attribute.t] * attribute.HasField("t")
+        if isinstance(body, onnx.GraphProto):
+            yield from (value.name for value in (*body.input, *body.output))
+            tensors += body.initializer
+    for tensor in tensors:
+        yield tensor.name
+        yield from (text for entry in tensor.external_data for text in (entry.key, entry.value))
 
 
 def nbytes(tensor: onnx.TensorProto) -> int:
@@ -141,7 +167,7 @@ class Tensors:
         if PurePosixPath(place).is_absolute() or PureWindowsPath(place).anchor:
             raise StorageError(f"{what} has the absolute path '{place}'; a path relative to the model is expected")
         real = os.path.realpath(os.path.join(self.base_dir, place))
-        if not any(_inside(real, folder) for folder in self._folders):
+        if not any(inside(real, folder) for folder in self._folders):
             raise StorageError(
                 f"{what} is '{place}', which leads outside the model's folder to {real} "
                 f"(--allow-external {os.path.dirname(real)} would accept it)"
@@ -314,7 +340,8 @@ def _sync_folder(folder: str) -> None:
             os.close(handle)
 
 
-def _inside(path: str, folder: str) -> bool:
+def inside(path: str, folder: str) -> bool:
+    """Whether a real path lies below a real folder."""
     return path.startswith(folder.rstrip(os.sep) + os.sep)
 
 

@@ -73,6 +73,23 @@ def test_unreadable_content_is_one_sentence(tmp_path, content, sentence):
     assert "\n" not in str(caught.value)
 
 
+def test_a_name_that_is_not_utf_8_is_refused(tmp_path):
+    """Protobuf gives such a name as bytes, which no text can be joined to."""
+    inner = helper.make_graph([helper.make_node("Inner_op", ["in_er"], ["out_er"], "nam_e")], "body", [], [])
+    node = helper.make_node("Outer_op", ["x"], ["y_output"], domain="dom_ain", body_attribute=inner)
+    graph = helper.make_graph([node], "g", [helper.make_tensor_value_info("gr_aph", 1, None)], [], [external("w_.bin")])
+    function = helper.make_function("f", "Fun_ction", ["for_mal"], [], [], [])
+    whole = helper.make_model(graph, functions=[function]).SerializeToString()
+    names = "Inner_op in_er out_er nam_e Outer_op y_output dom_ain body_attribute gr_aph w_.bin Fun_ction for_mal"
+    (tmp_path / "m.onnx").write_bytes(whole)
+    read_model(tmp_path / "m.onnx")
+    for name in names.encode().split():
+        assert whole.count(name) == 1, name
+        (tmp_path / "m.onnx").write_bytes(whole.replace(name, name[:2] + b"\xff" + name[3:]))
+        with pytest.raises(StorageError, match="is not UTF-8"):
+            read_model(tmp_path / "m.onnx")
+
+
 def test_a_model_cut_anywhere_is_refused(tmp_path):
     """Also between two fields, where protobuf itself has nothing to say."""
     whole = small_model().SerializeToString()

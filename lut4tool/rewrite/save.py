@@ -99,7 +99,8 @@ def _place_data(
 def _copy(real: str, place: str, folder: str, reserved: str, made: list[str]) -> str:
     """Copy a data file into `folder` under its own name or the next free one; return the location."""
     wanted = PurePath(os.path.normpath(place))
-    if ".." in wanted.parts:
+    real_parent = os.path.realpath(os.path.join(folder, wanted.parent))
+    if ".." in wanted.parts or not storage.inside(os.path.join(real_parent, wanted.name), folder):  # or through a link
         wanted = PurePath(wanted.name)
     for parent in reversed(wanted.parents[:-1]):
         with contextlib.suppress(FileExistsError):
