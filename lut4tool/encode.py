@@ -33,7 +33,8 @@ def load_codebook(codebook: str | os.PathLike[str] | np.ndarray) -> np.ndarray:
         return CODEBOOKS[codebook]
     values, what = (codebook, "the codebook") if isinstance(codebook, np.ndarray) else _read_codebook(Path(codebook))
     try:
-        table = np.asarray(values).astype(np.float32)
+        with np.errstate(over="ignore"):  # it is not finite then, and that is said below
+            table = np.asarray(values).astype(np.float32)
     except (TypeError, ValueError):
         raise ProduceError(f"{what} is not a list of numbers") from None
     if table.shape != (16,):

@@ -5,6 +5,7 @@ The result has standard operators only, so any ONNX runtime runs it; encode.py m
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -239,9 +240,10 @@ def _opset(holder: onnx.ModelProto | onnx.FunctionProto) -> int:
 
 def _weight_obstacle(weight: _Weight, block_size: int, rounding: str | None) -> str | None:
     """Why a weight stays float, as far as its metadata tells."""
-    tensor, elements = weight.tensor, int(np.prod(weight.tensor.dims))
+    tensor, elements = weight.tensor, math.prod(weight.tensor.dims)
     if tensor.data_type not in DTYPE_NAME:
-        return f"its type is {TensorProto.DataType.Name(tensor.data_type).lower()}, not {', '.join(ONNX_DTYPE)}"
+        names = {number: name.lower() for name, number in TensorProto.DataType.items()}
+        return f"its type is {names.get(tensor.data_type, tensor.data_type)}, not {', '.join(ONNX_DTYPE)}"
     if len(tensor.dims) != 2:
         return f"it has {len(tensor.dims)} dimensions; a matrix has 2"
     if weight.obstacle:

@@ -337,6 +337,24 @@ def test_weights_that_cannot_be_quantized_are_left(weight, words):
     assert after.SerializeToString() == model.SerializeToString()
 
 
+@pytest.mark.parametrize(
+    ("kind", "dims", "words"), [(99, [64, 64], "its type is 99, not float32"), (7, [64, 64], "its type is int64, not")]
+)
+def test_a_weight_that_no_runtime_knows_is_left(kind, dims, words):
+    model = model_of([helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": weight_of(64, 64)})
+    tensor = model.graph.initializer[0]
+    tensor.data_type, tensor.dims[:] = kind, dims
+    report = quantize(model, Tensors(None))
+    assert words in report.left[0].reason
+
+
+def test_dims_past_64_bits_are_counted_exactly():
+    model = model_of([helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": weight_of(64, 64)})
+    model.graph.initializer[0].dims[:] = [1 << 40, 1 << 40]
+    with pytest.raises(Lut4Error, match="holds 16384 bytes; its type and dims need 4835703278458516698824704"):
+        quantize(model, Tensors(None))
+
+
 def test_an_initializer_that_a_caller_can_replace_is_left_but_not_in_ir_3():
     listed = [helper.make_tensor_value_info("w", TensorProto.FLOAT, [64, 64])]
     for ir_version in (3, 8):
