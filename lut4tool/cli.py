@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 NOTHING_TO_REWRITE = 3
 DIFFERS = 4
 
+#: Of every rich console: names of models and files are printed as they are, `[b]` and `:x:` included.
+_PLAIN: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
+
 app = typer.Typer(
     name="lut4tool",
     no_args_is_help=True,
@@ -41,6 +44,8 @@ ExternalOption = Annotated[
 
 def main() -> None:
     """Run the command line; exit 0 done, 1 error, 2 usage, 3 nothing to rewrite, 4 outputs or a witness differ."""
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal that has no ☃ shows \u2603
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except Lut4Error as error:
@@ -67,8 +72,8 @@ def _console(json_output: bool = False) -> Console:
     """Where tables and sentences go: stdout, or stderr where stdout is one JSON document."""
     from rich.console import Console
 
-    wide = None if sys.stdout.isatty() else 160
-    return Console(stderr=json_output, highlight=False, width=wide, soft_wrap=True)
+    wide = None if sys.stdout is not None and sys.stdout.isatty() else 160
+    return Console(stderr=json_output, width=wide, soft_wrap=True, **_PLAIN)
 
 
 @contextmanager
@@ -132,6 +137,10 @@ def rewrite(
 
     if report is not None and report.suffix not in (".json", ".html"):
         raise typer.BadParameter("the report's name ends in .json or .html", param_hint="--report")
+    if report is not None and any(report.resolve() == path.resolve() for path in (source, target)):
+        raise typer.BadParameter("the report would replace the model", param_hint="--report")
+    if report is not None and not report.parent.is_dir():
+        raise typer.BadParameter(f"the folder {report.parent} does not exist", param_hint="--report")
     with _progress() as progress:
         result = rewrite_file(
             source,
@@ -174,7 +183,7 @@ def _write_report(path: Path, document: dict[str, Any], title: str) -> None:
         return
     from rich.console import Console
 
-    page = Console(file=io.StringIO(), record=True, width=160, highlight=False)
+    page = Console(file=io.StringIO(), record=True, width=160, **_PLAIN)
     page.print(title)
     _print_sites(page, document, "rewritten")
     write_atomic(path, page.export_html(inline_styles=True).encode())
@@ -182,7 +191,6 @@ def _write_report(path: Path, document: dict[str, Any], title: str) -> None:
 
 def _print_sites(console: Console, document: dict[str, Any], key: str) -> None:
     """Print the table of proved sites and the sentence of each refusal."""
-    from rich.markup import escape
     from rich.table import Table
 
     if document[key]:
@@ -193,7 +201,7 @@ def _print_sites(console: Console, document: dict[str, Any], key: str) -> None:
             witness = site.get("witness")
             checked = "-" if witness is None else "all" if witness["all"] else f"{witness['compared']:,} elements"
             table.add_row(
-                escape(site["node"]),
+                site["node"],
                 site["op"],
                 f"{site['rows']} x {site['cols']}",
                 str(site["block_size"]),
@@ -203,7 +211,7 @@ def _print_sites(console: Console, document: dict[str, Any], key: str) -> None:
             )
         console.print(table)
     for refusal in document["refused"]:
-        console.print(f"refused: {escape(refusal['node'])}: {escape(refusal['reason'])}")
+        console.print(f"refused: {refusal['node']}: {refusal['reason']}")
 
 
 @app.command()
@@ -240,7 +248,7 @@ def run(
         list[str] | None, typer.Option("-i", metavar="NAME=X.npy", help="One input; may be repeated.")
     ] = None,
     random: Annotated[bool, typer.Option("--random", help="Draw the inputs that are not given.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of --random.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of --random.")] = 0,
     dim: Annotated[list[str] | None, typer.Option(metavar="NAME=N", help="Size of a symbolic dimension.")] = None,
     rewrite_first: Annotated[bool, typer.Option("--rewrite", help="Rewrite the chains in memory first.")] = False,
     outputs: Annotated[Path | None, typer.Option("--outputs", metavar="Y.npz", help="Write the outputs.")] = None,
@@ -305,7 +313,6 @@ def run(
 
 
 def _print_run(console: Console, document: dict[str, Any]) -> None:
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="outputs", title_justify="left")
@@ -313,7 +320,7 @@ def _print_run(console: Console, document: dict[str, Any]) -> None:
         table.add_column(heading, overflow="fold")
     for row in document["outputs"]:
         figures = [f"{row[key]:.6g}" if row[key] is not None else "-" for key in ("min", "mean", "max")]
-        table.add_row(escape(row["name"]), row["type"], str(row["shape"]), *figures)
+        table.add_row(row["name"], row["type"], str(row["shape"]), *figures)
     console.print(table)
     if document["expected"]:
         table = Table(title="against the expected", title_justify="left")
@@ -322,14 +329,14 @@ def _print_run(console: Console, document: dict[str, Any]) -> None:
         for row in document["expected"]:
             nans = f"{row['nan']} / {row['nan_expected']}"
             figures = [f"{row[key]:.3g}" if row[key] is not None else "-" for key in ("max_abs", "max_rel", "cosine")]
-            table.add_row(escape(row["name"]), *figures, nans, "yes" if row["within"] else f"no: {row['why']}")
+            table.add_row(row["name"], *figures, nans, "yes" if row["within"] else f"no: {row['why']}")
         console.print(table)
     served: dict[str, list[str]] = {}
     for kernel in document["kernels"]:
         served.setdefault(kernel["kernel"], []).append(kernel["node"])
     for kernel, nodes in served.items():
         more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
-        console.print(f"{escape(nodes[0])}{more}: kernel {kernel}")
+        console.print(f"{nodes[0]}{more}: kernel {kernel}")
     times = document["milliseconds"]
     console.print(
         f"load {document['load_milliseconds']:.1f} ms, run {times['median']:.2f} ms"
@@ -355,8 +362,6 @@ def quantize(
     json_output: JsonOption = False,
 ) -> None:
     """Spell MatMul and Gemm weights of a float model as the standard 4-bit decode chain."""
-    from rich.markup import escape
-
     from lut4tool.produce import quantize_file
 
     with _progress() as progress:
@@ -377,11 +382,11 @@ def quantize(
         console = _console()
         for row in document["quantized"]:
             console.print(
-                f"quantized {escape(row['weight'])} {row['rows']} x {row['cols']}:"
+                f"quantized {row['weight']} {row['rows']} x {row['cols']}:"
                 f" largest error {row['max_error']:.3g}, rms {row['rms_error']:.3g} of its block's largest value"
             )
         for row in document["left"]:
-            console.print(f"left {escape(row['weight'])}: {escape(row['reason'])}")
+            console.print(f"left {row['weight']}: {row['reason']}")
         if document["quantized"]:
             console.print(
                 f"wrote {target}: {_size(document['output_bytes'])} (was {_size(document['input_bytes'])});"

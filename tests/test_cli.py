@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -75,7 +76,14 @@ def test_help_names_every_command_and_version_is_printed(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["nope"], ["rewrite"], ["run", "m.onnx", "--repeat", "0"], ["rewrite", "--what", "a"]]
+    "words",
+    [
+        ["nope"],
+        ["rewrite"],
+        ["run", "m.onnx", "--repeat", "0"],
+        ["run", "m.onnx", "--seed", "-1"],
+        ["rewrite", "--what", "a"],
+    ],
 )
 def test_usage_errors_exit_2(run: Run, words: list[str]) -> None:
     assert run(*words).status == 2
@@ -222,6 +230,18 @@ def test_a_profile_is_a_chrome_trace(run: Run, plain: Path) -> None:
         (["run", "plain.onnx", "--inputs", "missing.npz"], "missing.npz"),
         (["run", "plain.onnx", "--inputs", "noise.onnx"], "noise.onnx"),
         (["run", "plain.onnx", "--random", "--dim", "n"], "name=number"),
+        (["run", "plain.onnx", "--random", "--dim", "n=²"], "name=number"),
+        (["run", "plain.onnx", "--random", "--dim", "n=" + "9" * 5000], "name=number"),
+        (["run", "plain.onnx", "--random", "--dim", "=3"], "name=number"),
+        (["run", "plain.onnx", "--random", "--dim", "m=3"], "there is 'n'"),
+        (["run", "plain.onnx", "--random", "--dim", "n=99999999999999999"], "too large to be drawn"),
+        (["run", "plain.onnx", "-i", "x=" + "[" * 100_000], "a number"),
+        (["run", "plain.onnx", "-i", "x=1e39"], "rank"),
+        (["run", "plain.onnx", "--inputs", "objects.npz"], "objects"),
+        (["run", "plain.onnx", "--inputs", "deflated.npz"], "damaged"),
+        (["run", "plain.onnx", "--inputs", "method.npz"], "damaged"),
+        (["run", "plain.onnx", "--inputs", "encrypted.npz"], "damaged"),
+        (["quantize", "chain.onnx", "out.onnx", "--codebook", "huge.txt"], "finite in float32"),
         (["run", "plain.onnx", "--random", "--device", "tpu"], "tpu"),
         (["run", "plain.onnx", "--inputs", "wrong_type.npz"], "tensor(float)"),
         (["run", "plain.onnx", "--inputs", "wrong_rank.npz"], "rank"),
@@ -237,6 +257,17 @@ def test_bad_input_gives_one_clear_line(run: Run, plain: Path, chain: Path, word
     np.savez("wrong_type.npz", x=np.zeros((1, 4), np.float64))
     np.savez("wrong_rank.npz", x=np.zeros(4, np.float32))
     np.savez("wrong_name.npz", q=np.zeros(4, np.float32))
+    np.savez("objects.npz", x=np.array([{}], object))
+    np.savez_compressed("deflated.npz", x=np.arange(400, dtype=np.float32))
+    np.savez("method.npz", x=np.arange(4, dtype=np.float32))
+    damage("deflated.npz", 100, b"\xff" * 200)  # in the compressed bytes
+    damage("method.npz", 8, b"\x63")
+    Path("encrypted.npz").write_bytes(Path("method.npz").read_bytes())
+    damage("method.npz", Path("method.npz").read_bytes().index(b"PK\1\2") + 10, b"\x63")  # in the directory too
+    damage("encrypted.npz", 6, b"\1")
+    damage("encrypted.npz", 8, b"\0")
+    damage("encrypted.npz", Path("encrypted.npz").read_bytes().index(b"PK\1\2") + 8, b"\1")
+    Path("huge.txt").write_text("1e300 " * 16)
     unknown = onnx.load(plain)
     unknown.graph.node[0].op_type = "NoSuchOperator"
     onnx.save(unknown, "unknown.onnx")
@@ -247,6 +278,59 @@ def test_bad_input_gives_one_clear_line(run: Run, plain: Path, chain: Path, word
     assert result.err.startswith("lut4tool: ")
     assert result.err.count("\n") == 1
     assert sorted(Path().iterdir()) == before
+
+
+def damage(name: str, position: int, content: bytes) -> None:
+    """Overwrite bytes of a file."""
+    with Path(name).open("r+b") as file:
+        file.seek(position)
+        file.write(content)
+
+
+def test_names_are_printed_as_they_are(run: Run, chain: Path) -> None:
+    """No markup, no emoji, and signs that stdout's encoding lacks as escapes."""
+    model = onnx.load(chain)
+    model.graph.node.append(helper.make_node("Odd[/b]:x:", ["x"], ["other"], domain="dom[b]"))
+    next(node for node in model.graph.node if node.op_type == "MatMul").name = "[red]a:x:[/b]\u2603"
+    onnx.save(model, "odd.onnx")
+    result = run("inspect", "odd.onnx")
+    assert (result.status, result.err) == (0, "")
+    assert "dom[b]::Odd[/b]:x: 1" in result.out
+    assert "[red]a:x:[/b]\u2603" in result.out
+    Path("out[").mkdir()
+    Path("[").mkdir()
+    result = run("rewrite", "odd.onnx", "out[/b]:x:.onnx", "--report", "[/b].html")
+    assert (result.status, result.err) == (0, "")
+    assert "wrote out[/b]:x:.onnx: " in result.out
+    assert "[red]a:x:[/b]\u2603" in Path("[/b].html").read_text()
+    words = [sys.executable, "-m", "lut4tool.cli", "inspect", "odd.onnx"]
+    done = subprocess.run(words, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rb"[red]a:x:[/b]\u2603" in done.stdout
+    done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *words], capture_output=True, check=False)
+    assert done.stderr == b""
+
+
+def test_a_report_never_replaces_a_model(run: Run, chain: Path) -> None:
+    model = Path("model.json")
+    model.write_bytes(chain.read_bytes())
+    for words in (("out.json", "out.json"), ("out.onnx", "model.json"), ("out.onnx", "no/such/r.json")):
+        assert run("rewrite", model, words[0], "--report", words[1]).status == 2
+        assert sorted(Path().iterdir()) == [Path("chain.onnx"), model]
+        assert model.read_bytes() == chain.read_bytes()
+
+
+def test_outputs_of_any_name_are_written(run: Run, plain: Path) -> None:
+    model = onnx.load(plain)
+    names = ["file", "allow_pickle", "a/b", "../y", "y.npy"]
+    for name in names:
+        model.graph.node.append(helper.make_node("Identity", ["y"], [name]))
+        model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]))
+    onnx.save(model, "names.onnx")
+    assert run("run", "names.onnx", "--random", "--outputs", "y.npz").status == 0
+    assert run("run", "names.onnx", "--random", "--expected", "y.npz").status == 0
+    with np.load("y.npz") as written:
+        assert sorted(written.files) == sorted(["y", *names])
 
 
 def test_an_unforeseen_error_is_one_line_too(run: Run, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:

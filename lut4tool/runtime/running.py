@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 import sys
 import time
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -142,12 +144,13 @@ def _literal(name: str, text: str, info: ValueInfo | None) -> np.ndarray:
     """A number or a JSON list from the command line, in the declared type where that holds it."""
     try:
         array = np.array(json.loads(text))
-    except ValueError as error:
-        raise RunError(f"-i {name}={text}: a name ending in .npy, a number or a JSON list is expected") from error
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"-i {name}={text[:60]}: a name ending in .npy, a number or a JSON list is expected") from error
     dtype = _dtype(info) if info is not None else None
     if dtype is None or array.dtype.kind not in "biuf":
         return array
-    cast = array.astype(dtype)
+    with np.errstate(all="ignore"):
+        cast = array.astype(dtype)
     return cast if dtype.kind not in "biu" or np.array_equal(cast, array) else array
 
 
@@ -162,7 +165,7 @@ def _viewed(array: np.ndarray, info: ValueInfo) -> np.ndarray:
 def _load(path: Path) -> Any:
     try:
         return np.load(path, allow_pickle=False)
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, EOFError, zipfile.BadZipFile, NotImplementedError) as error:
         raise RunError(f"{path} is not an .npy or .npz file of plain arrays: {error}") from error
 
 
@@ -174,8 +177,8 @@ def load_npz(path: Path) -> dict[str, np.ndarray]:
     with loaded:
         try:
             return {name: loaded[name] for name in loaded.files}
-        except (ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise RunError(f"{path} is cut short or holds objects: {error}") from error
+        except (ValueError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+            raise RunError(f"{path} is damaged or cut short, or holds objects: {error}") from error
 
 
 def save_npz(path: Path, arrays: Mapping[str, Any]) -> None:
@@ -186,7 +189,15 @@ def save_npz(path: Path, arrays: Mapping[str, Any]) -> None:
             raise RunError(f"output '{name}' is not an array of numbers and cannot be written to {path}")
         raw = value.dtype.kind == "V" or value.dtype.name in ml_dtypes.__all__
         plain[name] = value.view(f"u{value.dtype.itemsize}") if raw else value
-    write_atomic(path, lambda file: np.savez(file, **plain))
+    write_atomic(path, lambda file: _write_npz(file, plain))
+
+
+def _write_npz(file: BinaryIO, arrays: Mapping[str, np.ndarray]) -> None:
+    """What np.savez writes, which cannot take an array that is called `file` or `allow_pickle`."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
 
 
 def parse_dims(texts: Sequence[str]) -> dict[str, int]:
@@ -194,14 +205,18 @@ def parse_dims(texts: Sequence[str]) -> dict[str, int]:
     dims = {}
     for text in texts:
         name, _, number = text.partition("=")
-        if not number.isdigit():
-            raise RunError(f"--dim {text}: name=number is expected")
+        if not (name and re.fullmatch("[0-9]{1,18}", number)):
+            raise RunError(f"--dim {text[:60]}: name=number is expected")
         dims[name] = int(number)
     return dims
 
 
 def random_feeds(inputs: Sequence[ValueInfo], dims: Mapping[str, int], seed: int) -> dict[str, np.ndarray]:
     """Draw every input: floats normal, integers in [0, 8), booleans fair; a symbolic dimension not in `dims` is 1."""
+    known = {dim for info in inputs for dim in info.shape or () if isinstance(dim, str)}
+    if unknown := sorted(set(dims) - known):
+        named = ", ".join(map(repr, sorted(known))) or "none"
+        raise RunError(f"--dim {unknown[0]}: no input has a dimension of that name; there is {named}")
     generator = np.random.default_rng(seed)
     feeds = {}
     for info in inputs:
@@ -209,13 +224,19 @@ def random_feeds(inputs: Sequence[ValueInfo], dims: Mapping[str, int], seed: int
         if dtype is None or dtype.kind == "O":
             raise RunError(f"input '{info.name}' has type {info.type} and cannot be drawn at random")
         shape = [dim if isinstance(dim, int) else dims.get(dim or "", 1) for dim in info.shape or ()]
-        if dtype.kind == "b":
-            feeds[info.name] = generator.random(shape) < 0.5
-        elif dtype.kind in "iu":
-            feeds[info.name] = generator.integers(0, _RANDOM_INTEGERS, shape).astype(dtype)
-        else:
-            feeds[info.name] = generator.standard_normal(shape, np.float32).astype(dtype)
+        try:
+            feeds[info.name] = _drawn(generator, dtype, shape)
+        except (ValueError, OverflowError, MemoryError) as error:
+            raise RunError(f"input '{info.name}' of shape {shape} is too large to be drawn at random") from error
     return feeds
+
+
+def _drawn(generator: np.random.Generator, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
+    if dtype.kind == "b":
+        return generator.random(shape) < 0.5
+    if dtype.kind in "iu":
+        return generator.integers(0, _RANDOM_INTEGERS, shape).astype(dtype)
+    return generator.standard_normal(shape, np.float32).astype(dtype)
 
 
 # -- outputs
