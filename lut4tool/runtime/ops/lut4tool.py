@@ -55,6 +55,10 @@ def _attributes(node: Node, *names: str) -> dict[str, Any]:
     if node.given != (True,) * 4:
         raise Unsupported(f"it needs 4 inputs, not {sum(node.given)}")
     values = dict(node.attributes)
+    for name, value in values.items():
+        kind, numbers = ("a list of integers", value) if name == "perm" else ("an integer", [value])
+        if not isinstance(numbers, list) or any(not isinstance(number, int) for number in numbers):
+            raise Unsupported(f"{name} must be {kind}, not {value!r}")
     for name in ("weight_dtype", "dtype"):
         if values[name] not in DTYPE_NAME:
             raise Unsupported(f"{name} must be one of {', '.join(DTYPE_NAME.values())}, not type {values[name]}")
