@@ -40,10 +40,11 @@ def read_model(path: PathLike) -> onnx.ModelProto:
     """
     name = os.fspath(path)
     try:
+        mode = os.stat(name).st_mode  # before open, which waits at a pipe
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise StorageError(f"{name} is not a regular file; an .onnx file is expected")
         with open(name, "rb") as file:
             facts = os.fstat(file.fileno())
-            if not stat.S_ISREG(facts.st_mode):
-                raise StorageError(f"{name} is not a regular file; an .onnx file is expected")
             if facts.st_size == 0:
                 raise StorageError(f"{name} is empty")
             if facts.st_size > PROTO_LIMIT:
@@ -243,7 +244,7 @@ def write_atomic(path: PathLike, content: bytes | Callable[[BinaryIO], object]) 
 def temporary(path: str) -> Iterator[BinaryIO]:
     """Open a new file beside `path`; it is removed at the end unless `commit` gave it its name."""
     folder, base = os.path.split(path)
-    name = os.path.join(folder, f".{base[:100]}.{secrets.token_hex(6)}.tmp")
+    name = os.path.join(folder, f".{base[:40]}.{secrets.token_hex(6)}.tmp")  # a name has at most 255 bytes
     try:
         with open(name, "xb") as file:
             yield file

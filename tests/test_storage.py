@@ -118,6 +118,7 @@ def test_permission_denied_is_said_in_words(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
+    (tmp_path / "m.onnx").touch()
     monkeypatch.setattr("builtins.open", refuse)
     with pytest.raises(StorageError, match=r"cannot read .*m\.onnx: permission denied"):
         read_model(tmp_path / "m.onnx")
@@ -209,6 +210,12 @@ def test_a_pipe_is_refused_without_waiting_for_it(folder):
         Tensors(folder).array(external("pipe"))
 
 
+def test_a_model_that_is_a_pipe_is_refused_without_waiting_for_it(tmp_path):
+    os.mkfifo(tmp_path / "m.onnx")
+    with pytest.raises(StorageError, match="is not a regular file"):
+        read_model(tmp_path / "m.onnx")
+
+
 def test_a_model_without_a_folder_has_no_external_data():
     with pytest.raises(StorageError, match="give base_dir"):
         Tensors(None).array(external("w.bin"))
@@ -279,6 +286,14 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         write_atomic(path, fail if moment == "writer" else b"new")
     assert path.read_bytes() == b"old"
     assert names(tmp_path) == ["out.bin"]
+
+
+@pytest.mark.parametrize("sign", ["n", "é", "日", "🌲"])
+def test_the_longest_names_can_be_written(tmp_path, sign):
+    path = tmp_path / (sign * (255 // len(sign.encode())))
+    for content in (b"first", b"second"):
+        write_atomic(path, content)
+        assert [entry.read_bytes() for entry in tmp_path.iterdir()] == [content]
 
 
 def test_write_into_a_missing_folder(tmp_path):
