@@ -188,16 +188,20 @@ def test_values_taken_from_a_state_do_not_change_with_it() -> None:
     assert not np.array_equal(np.array(state.values["past_key_0"]), before)
 
 
-def test_a_cache_that_the_graph_looks_at_is_not_written_in_place() -> None:
+@pytest.mark.parametrize(
+    ("op", "read"), [("Shape", "past_key_0"), ("Identity", "past_key_0"), ("Neg", "present_key_0")]
+)
+def test_a_cache_that_the_graph_looks_at_is_not_written_in_place(op: str, read: str) -> None:
     model = decoder(gqa)
-    graph = model.graph
-    graph.node.append(onnx.helper.make_node("Shape", ["past_key_0"], ["seen"]))
-    graph.output.append(onnx.helper.make_tensor_value_info("seen", onnx.TensorProto.INT64, [4]))
-    state = Runtime(model).state(CARRY)
+    model.graph.node.append(onnx.helper.make_node(op, [read], ["seen"]))
+    kind = onnx.TensorProto.INT64 if op == "Shape" else onnx.TensorProto.FLOAT
+    model.graph.output.append(onnx.helper.make_tensor_value_info("seen", kind, None))
+    state, theirs = Runtime(model).state(CARRY), Theirs(model, batch=1)
     assert state.in_place == set(CARRY) - {"past_key_0"}
-    for total in (1, 2):
-        feeds = {"input_ids": np.array([[7]]), "attention_mask": np.ones((1, total), np.int64)}
-        assert state.run(["seen"], feeds)[0].tolist() == [1, GROUPS, total - 1, SIZE]
+    for total in (1, 2, 3):
+        feeds = {"input_ids": np.array([[7 * total]]), "attention_mask": np.ones((1, total), np.int64)}
+        theirs(feeds)
+        assert gap(state.run(["seen"], feeds)[0], theirs.outputs["seen"]).largest <= TABLE[np.dtype(np.float32)]
 
 
 # ---- a state's life
@@ -232,6 +236,38 @@ def test_a_run_that_fails_changes_nothing(attention: Any) -> None:
     assert {name: value.shape for name, value in state.values.items()} == dict.fromkeys(CARRY, (1, GROUPS, 1, SIZE))
     for found, expected in zip(state.run(None, step[1]), other.run(None, step[1]), strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.usefixtures("place")
+def test_a_run_that_fails_after_the_caches_are_written_changes_nothing() -> None:
+    model = decoder(gqa)
+    model.graph.node.append(onnx.helper.make_node("Gather", ["logits", "row"], ["picked"], name="pick"))
+    model.graph.input.append(onnx.helper.make_tensor_value_info("row", onnx.TensorProto.INT64, []))
+    model.graph.output.append(onnx.helper.make_tensor_value_info("picked", onnx.TensorProto.FLOAT, None))
+    runtime = Runtime(model)
+    state, other = runtime.state(CARRY), runtime.state(CARRY)
+    assert state.in_place == set(CARRY)
+    for one in (state, other):
+        one.run(
+            None,
+            {"input_ids": np.ones((2, 1), np.int64), "attention_mask": np.ones((2, 1), np.int64), "row": np.array(0)},
+        )
+    before = {name: np.array(value) for name, value in state.values.items()}
+    feeds = {"input_ids": np.full((2, 3), 5), "attention_mask": np.ones((2, 4), np.int64), "row": np.array(9)}
+    with pytest.raises(RunError, match="'pick'"):
+        state.run(None, feeds)
+    assert all(np.array_equal(np.array(value), before[name]) for name, value in state.values.items())
+    mask = np.array([[1, 1], [1, 0]])  # the second row writes its first step again: nothing of the failed run is left
+    feeds = {"input_ids": np.full((2, 1), 8), "attention_mask": mask, "row": np.array(0)}
+    for found, expected in zip(state.run(None, feeds), other.run(None, feeds), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_step_that_leaves_a_hole_in_the_cache_is_an_error() -> None:
+    state = Runtime(decoder(gqa)).state(CARRY)
+    state.run(None, {"input_ids": np.array([[1]]), "attention_mask": np.ones((1, 1), np.int64)})
+    with pytest.raises(RunError, match="has no room for 1 steps after 2"):
+        state.run(None, {"input_ids": np.array([[1]]), "attention_mask": np.ones((1, 3), np.int64)})
 
 
 @pytest.mark.parametrize(
