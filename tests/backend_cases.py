@@ -101,19 +101,20 @@ def check(test: TestCase, atol: float = 0.0) -> None:
 
 
 def single(
-    op_type: str, version: int, inputs: Sequence[Any], attributes: Mapping[str, Any], outputs: int
+    op_type: str, version: int, inputs: Sequence[Any], attributes: Mapping[str, Any], outputs: int, domain: str = ""
 ) -> onnx.ModelProto:
-    """A model of one operator at one opset version; a None among the inputs is absent."""
+    """A model of one operator at one version of its domain; a None among the inputs is absent."""
     names = ["" if data is None else f"x{index}" for index, data in enumerate(inputs)]
     results = [f"y{index}" for index in range(outputs)]
-    node = helper.make_node(op_type, names, results, **attributes)
+    node = helper.make_node(op_type, names, results, domain=domain, **attributes)
     given = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(data.dtype), data.shape)
         for name, data in zip(names, inputs, strict=True)
         if name
     ]
     graph = helper.make_graph([node], "single", given, [onnx.ValueInfoProto(name=name) for name in results])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", version)], ir_version=8)
+    opsets = [helper.make_opsetid(domain, version), *([helper.make_opsetid("", 17)] if domain else [])]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
 
 def against_onnxruntime(
@@ -124,6 +125,7 @@ def against_onnxruntime(
     outputs: int = 1,
     rtol: float = 1e-6,
     atol: float = 1e-7,
+    domain: str = "",
     **attributes: Any,
 ) -> None:
     """Run one operator at one opset version here and in onnxruntime, unoptimized; compare values and exact types."""
@@ -131,10 +133,11 @@ def against_onnxruntime(
 
     from lut4tool.runtime.session import Runtime
 
-    model = single(op_type, version, inputs, attributes, outputs)
+    model = single(op_type, version, inputs, attributes, outputs, domain)
     feeds = {f"x{index}": data for index, data in enumerate(inputs) if data is not None}
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    Runner.assert_similar_outputs(session.run(None, feeds), Runtime(model, device="cpu").run(None, feeds), rtol, atol)
+    expected, found = session.run(None, feeds), Runtime(model, device="cpu").run(None, feeds)
+    Runner.assert_similar_outputs(expected, found, rtol, atol)

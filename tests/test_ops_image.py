@@ -14,7 +14,6 @@ from lut4tool.runtime.session import Runtime
 
 pytestmark = pytest.mark.usefixtures("place")
 
-XFAIL = {"test_image_decoder_.*": "ImageDecoder is not written: no image library is a dependency"}
 RNG = np.random.default_rng(5)
 
 
@@ -26,7 +25,7 @@ def sizes(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-@pytest.mark.parametrize("case", cases("image", "object_detection", xfail=XFAIL))
+@pytest.mark.parametrize("case", cases("image", "object_detection"))
 def test_node(case):
     check(case)
 

@@ -24,9 +24,6 @@ registry.load()
 OLDEST = 7
 STANDARD = {"", "ai.onnx.ml", "ai.onnx.preview.training"}
 
-#: Operators that start later than the standard's first version, and why.
-LATE = {"Scan": (9, "version 8 has a batch dimension and sequence lengths")}
-
 #: onnxruntime's own operators: those of com.microsoft, and one that it puts in the standard's domain.
 MICROSOFT = {s.name: s for s in get_all_operator_schema() if s.domain == "com.microsoft"}
 STRANGERS = {s.name: s for s in get_all_operator_schema() if s.name == "SimplifiedLayerNormalization"}
@@ -125,7 +122,7 @@ def test_an_operator_is_served_from_its_first_version_to_the_newest(key: tuple[s
     history = [s for s in onnx.defs.get_all_schemas_with_history() if (s.domain, s.name) == key]
     living = [s.since_version for s in history if not s.deprecated]
     assert living, f"the standard has no {key[1]}"
-    first = LATE[key[1]][0] if key[1] in LATE else max(min(living), OLDEST if key[0] == "" else 1)
+    first = max(min(living), OLDEST if key[0] == "" else 1)
     removed = [s.since_version for s in history if s.deprecated]
     last = max(removed) - 1 if removed and max(removed) > max(living) else NEWEST
     assert rows[0].since <= first, f"versions {first} to {rows[0].since - 1} are missing"

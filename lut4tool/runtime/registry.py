@@ -15,7 +15,9 @@ not have), or a list of values for a sequence. Without `xp` and outside `host`, 
 the call, unless MLX lacks its type; with `xp`, all become mx.arrays where any is one. `host=(1,)` names the inputs
 wanted as NumPy arrays. `planned=True` marks a function that is called once, while planning, with a `Node`, and returns
 the callable that runs, which takes the inputs as any operator does: for control flow and prepared weights. `check` is
-called with that Node too, and raises Unsupported for attributes and inputs that a function takes but does not serve.
+called with that Node too, and raises Unsupported for attributes and inputs that a function takes but does not serve;
+its docstring says what those are. `on_host=True` marks a function that computes on the host on any device: what its
+result holds decides its shape, or it works on strings, sequences, images, tables.
 
 A function may raise Unsupported while planning (planned ones) and any exception while running: the run names the node.
 """
@@ -52,6 +54,7 @@ class Operator:
     host: tuple[int, ...] = ()
     planned: bool = False
     check: Callable[[Any], None] | None = None
+    on_host: bool = False
 
     @cached_property
     def inputs(self) -> tuple[inspect.Parameter, ...]:
@@ -94,6 +97,7 @@ def op(
     host: tuple[int, ...] = (),
     planned: bool = False,
     check: Callable[[Any], None] | None = None,
+    on_host: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function for versions since..until (both included) of one or more operators."""
 
@@ -102,7 +106,7 @@ def op(
             rows = _TABLE.setdefault((domain, name), [])
             if any(row.since <= until and since <= row.until for row in rows):
                 raise ValueError(f"{domain}::{name} {since} to {until} overlaps a registered range")
-            rows.append(Operator(domain, name, since, until, run, host, planned, check))
+            rows.append(Operator(domain, name, since, until, run, host, planned, check, on_host))
         return run
 
     return register

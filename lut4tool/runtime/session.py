@@ -159,6 +159,8 @@ def _copy(value: Any) -> Any:
     """A NumPy array that shares no memory with the model or the feeds, so that writing to it changes neither."""
     if isinstance(value, list):
         return [_copy(part) for part in value]
+    if isinstance(value, dict):
+        return dict(value)
     return None if value is None else np.array(to_numpy(value), order="C")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.dtypes import numpy_dtype, to_numpy
+from lut4tool.runtime.graph import Graph
 from lut4tool.runtime.plan import Node
 from lut4tool.runtime.registry import Unsupported, op
 
@@ -81,43 +82,87 @@ def loop(node: Node) -> Callable[..., Any]:
 @op("Scan", since=9, planned=True)
 def scan(node: Node) -> Callable[..., Any]:
     """Runs the body over slices of the scan inputs; directions and axes, per input and output, are 0 by default."""
-    body, scanned = node.attributes["body"], node.attributes["num_scan_inputs"]
-    carried = len(body.inputs) - scanned
-    stacked = len(body.outputs) - carried
-    if carried < 0 or stacked < 0:
-        raise Unsupported(
-            f"its body has {len(body.inputs)} inputs, fewer than num_scan_inputs, {scanned}, and its state"
-        )
-
-    def each(name: str, count: int) -> Sequence[int]:
-        values: Sequence[int] = node.attributes.get(name) or [0] * count
-        if len(values) != count:
-            raise Unsupported(f"{name} must have {count} entries, not {len(values)}")
-        return values
-
-    axes, backwards = each("scan_input_axes", scanned), each("scan_input_directions", scanned)
-    out_axes, out_backwards = each("scan_output_axes", stacked), each("scan_output_directions", stacked)
+    scanned, stacked = _scan_counts(node)
+    axes, backwards = _each(node, "scan_input_axes", scanned), _each(node, "scan_input_directions", scanned)
+    out_axes, out_backwards = _each(node, "scan_output_axes", stacked), _each(node, "scan_output_directions", stacked)
 
     def run(*values: Any) -> Any:
-        state, sources = (
-            list(values[:carried]),
-            [_first(x, axis) for x, axis in zip(values[carried:], axes, strict=True)],
-        )
-        lengths = {source.shape[0] for source in sources}
-        if len(lengths) != 1:
-            raise ValueError(f"the scan inputs have different lengths: {sorted(lengths)}")
-        rows, (length,) = [], lengths
-        for step in range(length):
-            slices = [_at(x, length - 1 - step if back else step) for x, back in zip(sources, backwards, strict=True)]
-            results = body(*state, *slices)
-            state = results[:carried]
-            rows.append(results[carried:])
-            _start(results)
+        sources = [_first(x, axis) for x, axis in zip(values[-scanned:], axes, strict=True)]
+        state, rows = _scanned(node.attributes["body"], list(values[:-scanned]), sources, backwards)
         columns = [[row[k] for row in (rows[::-1] if out_backwards[k] else rows)] for k in range(stacked)]
-        kinds = body.types[carried:]
+        kinds = node.attributes["body"].types[len(state) :]
         return (*state, *[_stack(*column) for column in zip(columns, kinds, out_axes, strict=True)])
 
     return run
+
+
+@op("Scan", until=8, host=(0,), planned=True)
+def scan_batches(node: Node) -> Callable[..., Any]:
+    """One scan for each entry of the first axis, over the second as far as its length says; zeros fill the rest."""
+    body = node.attributes["body"]
+    scanned, stacked = _scan_counts(node)
+    backwards = _each(node, "directions", scanned)
+
+    def run(lengths: np.ndarray | None, *values: Any) -> Any:
+        batch, longest = values[-1].shape[:2]
+        counts = [longest] * batch if lengths is None else lengths.reshape(-1).tolist()
+        if len(counts) != batch or not all(0 <= count <= longest for count in counts):
+            raise ValueError(f"sequence_lens is {counts}: {batch} lengths of at most {longest} are wanted")
+        found = []
+        for place, count in enumerate(counts):
+            entry = [_at(value, place) for value in values]
+            state, rows = _scanned(body, entry[:-scanned], [x[:count] for x in entry[-scanned:]], backwards)
+            columns = [_stack([row[k] for row in rows], kind, 0) for k, kind in enumerate(body.types[len(state) :])]
+            found.append((*state, *[_padded(column, longest - count) for column in columns]))
+        return tuple(_stack([row[k] for row in found], kind, 0) for k, kind in enumerate(body.types))
+
+    return run
+
+
+def _scan_counts(node: Node) -> tuple[int, int]:
+    """How many scan inputs and scan outputs there are."""
+    body, scanned = node.attributes["body"], node.attributes.get("num_scan_inputs", 0)
+    stacked = len(body.outputs) - (len(body.inputs) - scanned)
+    if not 0 < scanned <= len(body.inputs) or stacked < 0:
+        counts = f"{len(body.inputs)} inputs and {len(body.outputs)} outputs"
+        raise Unsupported(f"its body has {counts}, which num_scan_inputs, {scanned}, and the state do not add up to")
+    given = len(node.given) - (node.version < 9)
+    if given != len(body.inputs):
+        raise Unsupported(f"its body takes {len(body.inputs)} states and scan inputs; it is given {given}")
+    return scanned, stacked
+
+
+def _each(node: Node, name: str, count: int) -> Sequence[int]:
+    """An attribute with one entry for each of `count` inputs or outputs, 0 by default."""
+    values: Sequence[int] = node.attributes.get(name) or [0] * count
+    if len(values) != count:
+        raise Unsupported(f"{name} must have {count} entries, not {len(values)}")
+    return values
+
+
+def _scanned(
+    body: Graph, state: list[Any], sources: Sequence[Any], backwards: Sequence[int]
+) -> tuple[list[Any], list[Any]]:
+    """Run the body over the first axis of the sources; return the last state and the other results of each step."""
+    lengths = {source.shape[0] for source in sources}
+    if len(lengths) != 1:
+        raise ValueError(f"the scan inputs have different lengths: {sorted(lengths)}")
+    rows, (length,), carried = [], lengths, len(state)
+    for step in range(length):
+        slices = [_at(x, length - 1 - step if back else step) for x, back in zip(sources, backwards, strict=True)]
+        results = body(*state, *slices)
+        state = results[:carried]
+        rows.append(results[carried:])
+        _start(results)
+    return state, rows
+
+
+def _padded(value: Any, count: int) -> Any:
+    """`count` more rows, of zeros."""
+    if not count:
+        return value
+    xp = mx if isinstance(value, mx.array) else np
+    return xp.concatenate([value, xp.zeros((count, *value.shape[1:]), dtype=value.dtype)])
 
 
 def _flag(cond: np.ndarray) -> bool:

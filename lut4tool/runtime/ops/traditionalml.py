@@ -1,14 +1,16 @@
-"""Classic machine learning (onnx/defs/traditionalml, domain ai.onnx.ml): on the host, for their tables and strings."""
+"""Classic machine learning (onnx/defs/traditionalml, domain ai.onnx.ml): on the host, for their tables and strings.
+
+A map is a dict; its models and trees are in models.py and trees.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from statistics import NormalDist
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from lut4tool.runtime.dtypes import to_mx
+from lut4tool.runtime.dtypes import to_numpy
 from lut4tool.runtime.ops.indexing import checked
 from lut4tool.runtime.registry import op
 
@@ -37,10 +39,10 @@ def _encoded(x: Any, keys: Sequence[Any], values: Sequence[Any], default: Any, d
     table = {key(k): v for k, v in zip(keys, values, strict=True)}
     found = np.empty(x.size, dtype)
     found[:] = [table.get(key(item), default) for item in x.reshape(-1).tolist()]
-    return to_mx(found.reshape(x.shape))
+    return found.reshape(x.shape)
 
 
-@op("LabelEncoder", domain=DOMAIN, until=1, host=(0,))
+@op("LabelEncoder", domain=DOMAIN, until=1, host=(0,), on_host=True)
 def label_encoder_classes(
     x: Any, *, classes_strings: Sequence[str] | None = None, default_int64: int = -1, default_string: str = "_Unused"
 ) -> Any:
@@ -51,7 +53,7 @@ def label_encoder_classes(
     return _encoded(x, range(len(names)), names, default_string, object)
 
 
-@op("LabelEncoder", domain=DOMAIN, since=2, until=3, host=(0,))
+@op("LabelEncoder", domain=DOMAIN, since=2, until=3, host=(0,), on_host=True)
 def label_encoder_lists(
     x: Any, *, default_float: float = -0.0, default_int64: int = -1, default_string: str = "_Unused",
     keys_floats: Any = None, keys_int64s: Any = None, keys_strings: Any = None,
@@ -65,7 +67,7 @@ def label_encoder_lists(
     )  # fmt: skip
 
 
-@op("LabelEncoder", domain=DOMAIN, since=4, host=(0,))
+@op("LabelEncoder", domain=DOMAIN, since=4, host=(0,), on_host=True)
 def label_encoder(
     x: Any, *, default_float: float = -0.0, default_int64: int = -1, default_string: str = "_Unused",
     default_tensor: Any = None, keys_floats: Any = None, keys_int64s: Any = None, keys_strings: Any = None,
@@ -93,63 +95,111 @@ def _list(values: Any) -> list[Any]:
     return [item.decode() if isinstance(item, bytes) else item for item in items]
 
 
-_COMPARE = (np.less_equal, np.less, np.greater_equal, np.greater, np.equal, np.not_equal)
-_MEMBER = 6
-_AVERAGE, _SUM, _MIN, _MAX = range(4)
-_NONE, _SOFTMAX, _LOGISTIC, _SOFTMAX_ZERO, _PROBIT = range(5)
+@op("Scaler", domain=DOMAIN, host=(0,), on_host=True)
+def scaler(x: Any, *, offset: Sequence[float] | None = None, scale: Sequence[float] | None = None) -> Any:
+    """(x - offset) * scale: one pair for all, or one a column."""
+    return ((x - np.array(offset or [0.0])) * np.array(scale or [1.0])).astype(np.float32)
 
 
-@op("TreeEnsemble", domain=DOMAIN, host=(0,))
-def tree_ensemble(
-    x: Any, *, aggregate_function: int = 1, leaf_targetids: Sequence[int], leaf_weights: Any,
-    membership_values: Any = None, n_targets: int | None = None,
-    nodes_falseleafs: Sequence[int], nodes_falsenodeids: Sequence[int],
-    nodes_featureids: Sequence[int], nodes_hitrates: Any = None,
-    nodes_missing_value_tracks_true: Sequence[int] | None = None, nodes_modes: Any, nodes_splits: Any,
-    nodes_trueleafs: Sequence[int], nodes_truenodeids: Sequence[int], post_transform: int = 0,
-    tree_roots: Sequence[int],
+@op("Normalizer", domain=DOMAIN, host=(0,), on_host=True)
+def normalizer(x: Any, *, norm: str = "MAX") -> Any:
+    """Each row over its largest value, the sum of its magnitudes or its length; a row where that is 0 stays."""
+    data = x.astype(np.float64)
+    lengths: dict[str, Callable[[Any], Any]] = {
+        "MAX": lambda rows: rows.max(axis=-1, keepdims=True),
+        "L1": lambda rows: abs(rows).sum(axis=-1, keepdims=True),
+        "L2": lambda rows: np.sqrt((rows * rows).sum(axis=-1, keepdims=True)),
+    }
+    length = lengths[norm](data)
+    return (data / np.where(length == 0, 1, length)).astype(np.float32)
+
+
+@op("OneHotEncoder", domain=DOMAIN, host=(0,), on_host=True)
+def one_hot_encoder(
+    x: Any, *, cats_int64s: Sequence[int] | None = None, cats_strings: Sequence[str] | None = None, zeros: int = 1
+) -> Any:
+    """A new last axis, one place a category; numbers are cut to integers; the unknown is all zeros, or an error."""
+    categories = list(cats_strings or cats_int64s or ())
+    data = x if cats_strings else x.astype(np.int64)
+    encoded = np.stack([np.asarray(data == category, np.float32) for category in categories], axis=-1)
+    if not zeros and not encoded.any(axis=-1).all():
+        raise ValueError("a value is none of the categories, and zeros is 0")
+    return encoded
+
+
+@op("FeatureVectorizer", domain=DOMAIN, on_host=True)
+def feature_vectorizer(*inputs: Any, inputdimensions: Sequence[int] | None = None) -> Any:
+    """The columns of all inputs side by side, each cut or filled with zeros to its size in inputdimensions."""
+    rows = [to_numpy(x).reshape(1, -1) if x.ndim == 1 else to_numpy(x) for x in inputs]
+    sizes = inputdimensions or [part.shape[1] for part in rows]
+    padded = [np.pad(part, ((0, 0), (0, size)))[:, :size] for part, size in zip(rows, sizes, strict=True)]
+    return np.concatenate(padded, axis=1).astype(np.float32)
+
+
+@op("Imputer", domain=DOMAIN, host=(0,), on_host=True)
+def imputer(
+    x: Any, *, imputed_value_floats: Sequence[float] | None = None, imputed_value_int64s: Sequence[int] | None = None,
+    replaced_value_float: float = 0.0, replaced_value_int64: int = 0,
 ) -> Any:  # fmt: skip
-    """Leaf weights summed, averaged, or their extreme, per target, of the trees that each row [F] walks down."""
-    members = _members(nodes_modes, membership_values)
-    missing = nodes_missing_value_tracks_true or [0] * len(nodes_modes)
-    targets = n_targets or 1
-    hits: list[list[list[float]]] = [[[] for _ in range(targets)] for _ in x]
-    for row, scores in zip(x, hits, strict=True):
-        for root in tree_roots:
-            node, leaf = root, False
-            while not leaf:
-                value, mode = row[nodes_featureids[node]], int(nodes_modes[node])
-                taken = value in members[node] if mode == _MEMBER else _COMPARE[mode](value, nodes_splits[node])
-                if taken or (np.isnan(value) and missing[node]):
-                    node, leaf = nodes_truenodeids[node], bool(nodes_trueleafs[node])
-                else:
-                    node, leaf = nodes_falsenodeids[node], bool(nodes_falseleafs[node])
-            scores[leaf_targetids[node]].append(float(leaf_weights[node]))
-    combine: Any = {_AVERAGE: lambda w: sum(w) / len(tree_roots), _SUM: sum, _MIN: min, _MAX: max}[aggregate_function]
-    values = np.array([[combine(weights) if weights else 0.0 for weights in scores] for scores in hits])
-    return to_mx(_transformed(values.reshape(len(x), targets), post_transform).astype(x.dtype))
+    """One value replaced, NaN too, by one for all or one a column."""
+    floats = x.dtype.kind == "f"
+    wanted = replaced_value_float if floats else replaced_value_int64
+    values = imputed_value_floats if floats else imputed_value_int64s
+    if not values:
+        raise ValueError(f"there are no imputed values for {x.dtype.name}")
+    missing = np.isnan(x) if wanted != wanted else x == wanted
+    return np.where(missing, np.array(values), x).astype(x.dtype)
 
 
-def _members(modes: Any, values: Any) -> dict[int, set[float]]:
-    """The set of each membership node: the values between NaNs, in the order of the nodes."""
-    sets: list[set[float]] = [set()]
-    for value in () if values is None else np.asarray(values).tolist():
-        if value != value:
-            sets.append(set())
-        else:
-            sets[-1].add(value)
-    return dict(zip(np.flatnonzero(np.asarray(modes) == _MEMBER).tolist(), sets, strict=False))
+@op("CategoryMapper", domain=DOMAIN, host=(0,), on_host=True)
+def category_mapper(
+    x: Any, *, cats_int64s: Sequence[int] | None = None, cats_strings: Sequence[str] | None = None,
+    default_int64: int = -1, default_string: str = "_Unused",
+) -> Any:  # fmt: skip
+    """Strings to integers, integers to strings."""
+    integers, strings = cats_int64s or (), cats_strings or ()
+    if x.dtype.kind in "OUST":
+        return _encoded(x, strings, integers, default_int64, np.int64)
+    return _encoded(x, integers, strings, default_string, object)
 
 
-def _transformed(scores: np.ndarray, how: int) -> np.ndarray:
-    """NONE, LOGISTIC, PROBIT, or SOFTMAX over the targets; SOFTMAX_ZERO leaves exact zeros zero."""
-    if how == _NONE:
-        return scores
-    if how == _LOGISTIC:
-        return 1 / (1 + np.exp(-scores))
-    if how == _PROBIT:
-        return np.vectorize(NormalDist().inv_cdf, otypes=[np.float64])(scores)
-    powers = np.exp(scores - scores.max(axis=1, keepdims=True))
-    if how == _SOFTMAX_ZERO:
-        powers = np.where(scores == 0, 0, powers)
-    return powers / powers.sum(axis=1, keepdims=True)
+@op("CastMap", domain=DOMAIN, on_host=True)
+def cast_map(x: Any, *, cast_to: str = "TO_FLOAT", map_form: str = "DENSE", max_map: int = 1) -> Any:
+    """The values of a dict in the order of its keys [1, n], or each at the place of its key [1, max_map]."""
+    dtype, empty = {"TO_FLOAT": (np.float32, 0), "TO_INT64": (np.int64, 0), "TO_STRING": (object, "0")}[cast_to]
+    values = {key: _cast_value(value, dtype) for key, value in sorted(x.items())}
+    if map_form == "DENSE":
+        return np.array(list(values.values()), dtype).reshape(1, -1)
+    if values and not 0 <= min(values) <= max(values) < max_map:
+        raise ValueError(f"a key of the map is not from 0 to {max_map - 1}")
+    return np.array([values.get(key, empty) for key in range(max_map)], dtype).reshape(1, -1)
+
+
+def _cast_value(value: Any, dtype: Any) -> Any:
+    value = np.asarray(value).item()
+    if dtype is object:
+        return value if isinstance(value, str) else f"{value:f}"
+    return float(value) if dtype is np.float32 else int(float(value))
+
+
+@op("DictVectorizer", domain=DOMAIN, on_host=True)
+def dict_vectorizer(
+    x: Any, *, int64_vocabulary: Sequence[int] | None = None, string_vocabulary: Sequence[str] | None = None
+) -> Any:
+    """The value of each word of the vocabulary [1, words], 0 (or an empty string) where the dict lacks it."""
+    values = [np.asarray(value) for value in x.values()]
+    dtype = values[0].dtype if values else np.dtype(np.float32)
+    text = dtype.kind in "OUST"
+    row = [x.get(word, "" if text else 0) for word in string_vocabulary or int64_vocabulary or ()]
+    return np.array(row, object if text else dtype).reshape(1, -1)
+
+
+@op("ZipMap", domain=DOMAIN, host=(0,), on_host=True)
+def zip_map(
+    x: Any, *, classlabels_int64s: Sequence[int] | None = None, classlabels_strings: Sequence[str] | None = None
+) -> Any:
+    """A dict a row, from label to value."""
+    labels, rows = list(classlabels_strings or classlabels_int64s or ()), np.atleast_2d(x)
+    if rows.shape[1] != len(labels):
+        raise ValueError(f"there are {len(labels)} labels for {rows.shape[1]} columns")
+    return [dict(zip(labels, row, strict=True)) for row in rows.tolist()]
