@@ -78,8 +78,10 @@ class Row:
         ]
 
 
-HEADINGS = ("model", "form", "file", "onnxruntime ms", "lut4tool ms", "times", "us a node", "aim met", "peak", "peak")
-HEADINGS += ("difference", "costliest")
+HEADINGS = (
+    "model, form, file, onnxruntime, lut4tool, times, us a node, aim met, peak, peak, difference, costliest operators"
+)
+LEFT = ("model", "form", "costliest operators")
 
 
 def variants(name: str, folder: Path) -> list[tuple[str, Path, str]]:
@@ -122,18 +124,16 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; all where none is given")
     parser.add_argument("--runs", type=int, default=20, help="timed runs of each, after one that is not")
     chosen = parser.parse_args()
-    table = Table(title="Median of one run; times: lut4tool's over onnxruntime's; peak memory of onnxruntime, lut4tool")
-    for heading in HEADINGS:
-        table.add_column(
-            heading, justify="left" if heading in ("model", "form", "costliest") else "right", no_wrap=True
-        )
+    table = Table(title="Median milliseconds of one run; lut4tool's times onnxruntime's; peak memory of each")
+    for heading in HEADINGS.split(", "):
+        table.add_column(heading, justify="left" if heading in LEFT else "right", no_wrap=True)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen.names or known:
             for form, path, engine in variants(name, Path(folder)):
                 rows.append(measured(name, form, path, engine, chosen.runs))
                 table.add_row(*rows[-1].cells())
-    console = Console(width=200)
+    console = Console(width=240, soft_wrap=True)
     console.print(table)
     missed = [f"{row.name} ({row.form})" for row in rows if row.ours.run_milliseconds > row.allowed]
     long = [row.times for row in rows if row.theirs.run_milliseconds >= LONG and row.form == "as it is"]
