@@ -1,5 +1,6 @@
 """The witness passes every true proof, and catches a wrong one in both of its modes."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -69,11 +70,38 @@ def test_sampled_blocks_hold_the_first_the_last_and_a_row_crossing_one(monkeypat
     _, proof = proof_of(**LARGE)
     seen: list[int] = []
     real = module._products
-    monkeypatch.setattr(module, "_products", lambda weight, blocks: seen.extend(blocks) or real(weight, blocks))
+    monkeypatch.setattr(
+        module, "_products", lambda weight, blocks, size: seen.extend(blocks) or real(weight, blocks, size)
+    )
     check(proof, TENSORS)
     last = -(-1030 * 1030 // 64) - 1
     assert {0, last} <= set(seen)
     assert any(block * 64 // 1030 != (block * 64 + 63) // 1030 for block in seen if block != last)
+
+
+@pytest.mark.parametrize("literals", ["initializer", "constant", "attribute"])
+@pytest.mark.parametrize("block", [1 << 20, (1 << 20) + 2])
+def test_a_long_block_is_run_in_pieces(literals: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = []
+    run = module._run
+    monkeypatch.setattr(module, "_run", lambda *given: longest.append(given[2].size) or run(*given))
+    spelling: dict[str, Any] = {**LARGE, "block": block, "literals": literals, "identities": ("Gather",)}
+    _, proof = proof_of(**spelling)
+    assert check(proof, TENSORS).compared in range(1, 20 * math.gcd(block, 4096))
+    assert check(proof, TENSORS, full=True).all
+    assert max(longest) * 2 <= 1 << 18
+    with pytest.raises(WitnessMismatch):
+        check(replace(proof, attributes={**proof.attributes, "high_nibble_first": 0}), TENSORS)
+
+
+def test_padding_past_the_weight_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight of 15 elements in a block of 2^23: memory follows the weight, not the block."""
+    sizes = []
+    run = module._run
+    monkeypatch.setattr(module, "_run", lambda *given: sizes.append(given[2].size) or run(*given))
+    witness = check(proof_of(rows=3, cols=5, block=1 << 23)[1], TENSORS)
+    assert (witness.compared, witness.elements) == (15, 15)
+    assert sizes == [2048]
 
 
 def test_a_large_weight_whose_scales_are_its_codebook() -> None:
@@ -180,9 +208,9 @@ def test_only_verify_sees_one_wrong_block() -> None:
     _, proof = proof_of(**LARGE)
     real, seen = module._products, set()
 
-    def nudged(weight: Any, blocks: np.ndarray) -> np.ndarray:
+    def nudged(weight: Any, blocks: np.ndarray, size: int) -> np.ndarray:
         seen.update(blocks.tolist())
-        return real(weight, blocks) + (blocks == 777)[:, None].astype(np.float32)
+        return real(weight, blocks, size) + (blocks == 777)[:, None].astype(np.float32)
 
     module._products = nudged
     try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import NodeProto, TensorProto, helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from lut4tool import native
 from lut4tool.errors import Lut4Error
@@ -21,6 +22,8 @@ WHOLE_ELEMENTS = 1 << 20
 _SAMPLES = 16
 #: Elements run at a time where every block is compared: onnx.reference's int64 temporaries stay near 20 MB.
 _CHUNK_ELEMENTS = 1 << 18
+#: A longer block than that is run in pieces of at most so many elements, all with its scale.
+_PIECE_ELEMENTS = 1 << 12
 
 Progress = Callable[[str, int, int], None]
 
@@ -34,22 +37,25 @@ def check(proof: Proof, tensors: Tensors, *, full: bool = False, progress: Progr
 
     At most 2^20 elements: the whole chain, casts and Transpose included. More: the nodes up to the product by the
     scales, on the first, the last, a row-crossing and 16 random blocks (`full`: on every block, streamed); what comes
-    after them is proved from literals. A NaN equals a NaN. For a function's formal inputs, the first call's constants.
+    after them is proved from literals. Blocks past 2^18 elements are run in pieces: the literal of the Reshape to
+    blocks, proved too, says a piece's size then. A NaN equals a NaN. For a function's formal inputs, the first call's
+    constants.
     progress: called now and then with (what, elements done, elements).
     Raises WitnessMismatch, and StorageError where the constants cannot be read.
     """
     weight = _weight(proof, tensors)
     elements = proof.rows * proof.cols
-    if elements <= WHOLE_ELEMENTS:
+    if elements <= WHOLE_ELEMENTS and weight.blocks * weight.block_size <= 2 * WHOLE_ELEMENTS:
         evaluator = _evaluator(proof, proof.weight)
         _compare(proof, _run(proof, evaluator, weight.packed, weight.scales, weight), _decoded(proof, weight))
         return Witness(elements, elements)
-    evaluator, compared = _evaluator(proof, proof.product.output[0]), 0
-    size = weight.block_size
-    for blocks in _chunks(proof, weight, full):
-        packed = weight.packed.reshape(-1, size // 2)[blocks].reshape(-1)
-        products = _run(proof, evaluator, packed, weight.scales[blocks], weight)
-        _compare(proof, products, _products(weight, blocks))
+    cut = weight.block_size > _CHUNK_ELEMENTS and len(set(proof.inputs[1:])) == 3
+    size = math.gcd(weight.block_size, _PIECE_ELEMENTS) if cut else weight.block_size
+    evaluator, compared = _evaluator(_in_pieces(proof, size) if cut else proof, proof.product.output[0]), 0
+    for blocks in _chunks(proof, weight, size, full):
+        part = _part(weight, blocks, size)
+        products = _run(proof, evaluator, part.packed, part.scales, weight)
+        _compare(proof, products, _products(weight, blocks, size))
         compared += sum(min((int(block) + 1) * size, elements) - int(block) * size for block in blocks)
         if progress:
             progress("checking weights", compared, elements)
@@ -79,31 +85,52 @@ def _decoded(proof: Proof, weight: Lookup4Weight) -> np.ndarray:
     return flat.reshape(weight.rows, weight.cols).astype(dtype, copy=False).transpose(weight.perm)
 
 
-def _products(weight: Lookup4Weight, blocks: np.ndarray) -> np.ndarray:
-    """Entries times scales of whole blocks, float32 [blocks, block_size], decoded by lut4tool."""
-    size = weight.block_size
-    whole = replace(
+def _part(weight: Lookup4Weight, blocks: np.ndarray, size: int) -> Lookup4Weight:
+    """Some blocks of a weight, or pieces of `size` elements, as a float32 weight of a row each."""
+    return replace(
         weight,
         packed=weight.packed.reshape(-1, size // 2)[blocks].reshape(-1),
-        scales=weight.scales[blocks],
+        scales=weight.scales[blocks * size // weight.block_size],
         rows=len(blocks),
         cols=size,
+        block_size=size,
         weight_dtype="float32",
     )
-    return native.decode_elements(whole, 0, len(blocks) * size).reshape(-1, size)
 
 
-def _chunks(proof: Proof, weight: Lookup4Weight, full: bool) -> Iterator[np.ndarray]:
-    """Indices of the blocks to compare, a bounded number at a time."""
-    count = weight.blocks
+def _products(weight: Lookup4Weight, blocks: np.ndarray, size: int) -> np.ndarray:
+    """Entries times scales of the same blocks or pieces, float32 [blocks, size], decoded by lut4tool."""
+    return native.decode_elements(_part(weight, blocks, size), 0, len(blocks) * size).reshape(-1, size)
+
+
+def _in_pieces(proof: Proof, size: int) -> Proof:
+    """The proof whose chain's literal [-1, block], the shape of the Reshape to blocks, says [-1, size]."""
+    before, after = [-1, proof.block_size], numpy_helper.from_array(np.array([-1, size]))
+
+    def is_shape(tensor: TensorProto) -> bool:
+        return tensor.data_type == TensorProto.INT64 and numpy_helper.to_array(tensor).tolist() == before
+
+    chain = []
+    for node in proof.chain:
+        held = node.attribute[0] if node.op_type == "Constant" else None
+        if held is not None and (list(held.ints) == before or (held.HasField("t") and is_shape(held.t))):
+            node = helper.make_node("Constant", [], node.output, node.name, value=after)
+        chain.append(node)
+    literals = {name: after if is_shape(tensor) else tensor for name, tensor in proof.literals.items()}
+    return replace(proof, chain=tuple(chain), literals=literals)
+
+
+def _chunks(proof: Proof, weight: Lookup4Weight, size: int, full: bool) -> Iterator[np.ndarray]:
+    """Indices of the blocks (or pieces) of `size` elements to compare, a bounded number at a time."""
+    count = -(-weight.rows * weight.cols // size)
     if len(set(proof.inputs[1:])) < 3:  # one tensor serves as scales and codebook: it cannot be cut
         yield np.arange(count)
     elif full:
-        step = max(1, _CHUNK_ELEMENTS // weight.block_size)
+        step = max(1, _CHUNK_ELEMENTS // size)
         for start in range(0, count, step):
             yield np.arange(start, min(start + step, count))
     else:
-        crossing = weight.cols // weight.block_size  # row 1 begins in this block
+        crossing = weight.cols // size  # row 1 begins in this block
         drawn = np.random.default_rng(0).integers(0, count, _SAMPLES)
         yield np.unique([0, crossing, count - 1, *drawn])
 
