@@ -359,6 +359,7 @@ def quantize(
     rounding: Annotated[str | None, typer.Option(help="float16 or bfloat16: round each decoded weight.")] = None,
     match: Annotated[str | None, typer.Option(metavar="REGEX", help="Only weights whose name this finds.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing OUT.")] = False,
+    allow_external: ExternalOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Spell MatMul and Gemm weights of a float model as the standard 4-bit decode chain."""
@@ -373,6 +374,7 @@ def quantize(
             rounding=rounding,
             match=match,
             force=force,
+            allow_external=tuple(allow_external or ()),
             progress=progress,
         )
     document = result.to_json()
@@ -387,6 +389,8 @@ def quantize(
             )
         for row in document["left"]:
             console.print(f"left {row['weight']}: {row['reason']}")
+        for note in result.notes:
+            console.print(note)
         if document["quantized"]:
             console.print(
                 f"wrote {target}: {_size(document['output_bytes'])} (was {_size(document['input_bytes'])});"

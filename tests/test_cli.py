@@ -375,6 +375,29 @@ def _float_model(weight: np.ndarray) -> bytes:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString()
 
 
+def test_quantize_reads_data_outside_where_it_is_allowed_and_says_how_it_was_copied(run: Run) -> None:
+    for name in ("in", "blobs", "out"):
+        Path(name).mkdir()
+    weights = {name: np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32) for name in ("w", "v")}
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [3, 64])
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["z"]), helper.make_node("MatMul", ["z", "v"], ["y"])]
+    tensors = [onnx.numpy_helper.from_array(array, name) for name, array in weights.items()]
+    graph = helper.make_graph(nodes, "g", [value], [helper.make_tensor_value_info("y", 1, [3, 64])], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, "in/m.onnx", save_as_external_data=True, location="w.bin")
+    Path("in/w.bin").rename("blobs/w.bin")
+    Path("in/w.bin").symlink_to("../blobs/w.bin")
+    Path("out/w.bin").write_text("taken")
+    words = ("quantize", "in/m.onnx", "out/m.onnx", "--match", "^w$")
+    assert "leads outside" in run(*words).err
+    result = run(*words, "--allow-external", "blobs")
+    assert (result.status, result.err) == (0, "")
+    assert "'w.bin' was copied as 'w-1.bin'" in result.out
+    assert Path("out/w.bin").read_text() == "taken"
+    (left,) = (tensor for tensor in onnx.load("out/m.onnx").graph.initializer if tensor.name == "v")
+    np.testing.assert_array_equal(onnx.numpy_helper.to_array(left), weights["v"])
+
+
 def test_ops_lists_what_runs(run: Run) -> None:
     operators = json.loads(run("ops", "--json").out)["operators"]
     assert {"domain": "ai.lut4tool", "op": "Lookup4MatMul", "since": 1, "until": None} in operators
