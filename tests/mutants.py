@@ -410,7 +410,6 @@ OPERATORS = [
 WALK = [
     Mutant("fmod", "Mod with fmod 1, not 0", (attribute("Mod", fmod=1),)),
     Mutant("gather axis", "Gather with axis 1, not 0", (attribute("Gather", axis=1),)),
-    Mutant("allowzero", "Reshape with allowzero 1, not 0", (attribute("ToBlocks", allowzero=1),)),
     Mutant("saturate", "Cast with saturate 0, not 1", (attribute("Cast", saturate=0),), LAST),
     Mutant("round mode", "Cast with round_mode down, not up", (attribute("Round", round_mode="down"),),
            {"rounding": "float16", **LAST}),

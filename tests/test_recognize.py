@@ -162,6 +162,15 @@ def test_slice_without_axes(axes: list[str]) -> None:
     assert same_bits(matrix_of(only_proof(built)), evaluated(built, "dec/ToMatrix_out"))
 
 
+@pytest.mark.parametrize("role", ["ToBlocks", "Flatten", "ToMatrix"])
+def test_allowzero_where_no_shape_has_a_zero(role: str) -> None:
+    built = build(check=False)
+    node = find_node(built.model, f"dec/{role}")
+    del node.attribute[:]
+    node.attribute.append(helper.make_attribute("allowzero", 1))
+    assert same_bits(matrix_of(only_proof(built)), evaluated(built, "dec/ToMatrix_out"))
+
+
 @pytest.mark.parametrize("opset", range(13, 29))
 def test_every_opset(opset: int) -> None:
     assert_proved(opset=opset, defaults=True, rounding="float16", perm="written")

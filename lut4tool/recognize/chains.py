@@ -93,7 +93,8 @@ def _rounded(trail: Trail, value: Value, at: Place) -> tuple[str, str, Value, Pl
 
 def _cut_to_matrix(trail: Trail, value: Value, at: Place) -> tuple[int, int, Value, Place]:
     """Reshape [-1], Slice [0 : rows * cols], Reshape [rows, cols]: (rows, cols, the value before, the node reached)."""
-    matrix = trail.node(value, "Reshape", at)
+    # allowzero, which PyTorch's exporter writes, speaks of zeros: no shape that passes here has one.
+    matrix = trail.node(value, "Reshape", at, "allowzero")
     shape = trail.literal(matrix, 1)
     matrix.require(shape.dims == (2,), f"Reshape to {shape}, not to [rows, cols]")
     matrix.require(min(shape.values) > 0, f"Reshape to {shape}, not to rows and cols that are both positive")
@@ -107,7 +108,7 @@ def _cut_to_matrix(trail: Trail, value: Value, at: Place) -> tuple[int, int, Val
     cut.require(axes.is_list(0), f"Slice on axes {axes}, not [0]")
     cut.require(steps.is_list(1), f"Slice with steps {steps}, not [1]")
 
-    flat = trail.node(trail.input(cut, 0), "Reshape", cut)
+    flat = trail.node(trail.input(cut, 0), "Reshape", cut, "allowzero")
     target = trail.literal(flat, 1)
     flat.require(target.is_list(-1), f"Reshape to {target}, not to [-1]")
     return rows, cols, trail.input(flat, 0), flat
@@ -115,7 +116,7 @@ def _cut_to_matrix(trail: Trail, value: Value, at: Place) -> tuple[int, int, Val
 
 def _paired_nibbles(trail: Trail, value: Value, at: Place) -> tuple[int, Value, Place]:
     """Both nibbles of each byte, the high one first, in blocks: (block, the bytes, the Cast that reads them)."""
-    blocked = trail.node(value, "Reshape", at)
+    blocked = trail.node(value, "Reshape", at, "allowzero")
     target = trail.literal(blocked, 1)
     blocked.require(target.dims == (2,), f"Reshape to {target}, not to [-1, block]")
     blocked.require(target.values[0] == -1, f"Reshape to {target}, not to [-1, block]")
