@@ -68,7 +68,7 @@ def test_greedy_generation_equals_onnxruntime_token_for_token(attention: Any) ->
     expected, found = greedy(theirs, PROMPT, [5, 5], 40), greedy(ours(state), PROMPT, [5, 5], 40)
     assert found.tolist() == expected.tolist()
     assert len(set(expected.ravel().tolist())) > 12
-    assert state.in_place == (set(CARRY) if attention is gqa else set())
+    assert state.in_place == set(CARRY)
     for name, value in state.values.items():
         assert isinstance(value, mx.array)
         assert gap(np.array(value), theirs.past[name]).largest <= TABLE[np.dtype(np.float32)]
@@ -162,8 +162,9 @@ def test_mlx_arrays_pass_through_a_run_without_numpy(place: str, monkeypatch: py
 
 
 @pytest.mark.usefixtures("place")
-def test_a_cache_is_written_in_place_and_grows_by_chunks() -> None:
-    state = Runtime(decoder(gqa)).state(CARRY, chunk=16)
+@pytest.mark.parametrize("attention", [gqa, concat])
+def test_a_cache_is_written_in_place_and_grows_by_chunks(attention: Any) -> None:
+    state = Runtime(decoder(attention)).state(CARRY, chunk=16)
     buffers, capacities = [], []
     for total in range(1, 41):
         state.run(["logits"], {"input_ids": np.array([[total]]), "attention_mask": np.ones((1, total), np.int64)})
@@ -176,23 +177,53 @@ def test_a_cache_is_written_in_place_and_grows_by_chunks() -> None:
     assert len(set(buffers[:16])) == len(set(buffers[16:32])) == len(set(buffers[32:])) == 1
 
 
-def test_values_taken_from_a_state_do_not_change_with_it() -> None:
-    state = Runtime(decoder(gqa)).state(CARRY)
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("attention", [gqa, concat])
+def test_values_taken_from_a_state_do_not_change_with_it(attention: Any) -> None:
+    state = Runtime(decoder(attention)).state(CARRY)
     feeds = {"input_ids": np.array([[3, 4]]), "attention_mask": np.ones((1, 2), np.int64)}
     _, kept = state.run(["logits", "present_key_0"], feeds, as_numpy=False)
-    before, values = np.array(kept), {name: np.array(value) for name, value in state.values.items()}
-    taken = state.values
-    state.run(["logits"], {"input_ids": np.array([[5, 6]]), "attention_mask": np.ones((1, 2), np.int64)})
+    before, taken = np.array(kept), state.values
+    values = {name: np.array(value) for name, value in taken.items()}
+    for total in (2, 3) if attention is gqa else (3, 4):  # the first writes a step again
+        state.run(["logits"], {"input_ids": np.array([[5]]), "attention_mask": np.ones((1, total), np.int64)})
     np.testing.assert_array_equal(np.array(kept), before)
     assert all(np.array_equal(np.array(taken[name]), values[name]) for name in taken)
-    assert not np.array_equal(np.array(state.values["past_key_0"]), before)
+    assert (attention is concat) == np.array_equal(np.array(state.values["past_key_0"])[:, :, :2], before)
+
+
+@pytest.mark.usefixtures("place")
+def test_a_cache_may_grow_along_any_axis_and_keeps_its_type_and_sizes() -> None:
+    text = "agraph (float[a, n] x, float[a, past] before) => (float[a, total] after, float[total, a] turned)"
+    body = "{ after = Concat<axis=-1>(before, x, x) turned = Transpose(after) }"
+    state = Runtime(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text} {body}')).state(
+        {"before": "after"}, chunk=5
+    )
+    assert state.in_place == {"before"}
+    whole = np.zeros((2, 0), np.float32)
+    for size in (1, 0, 3, 2):
+        x = np.arange(2 * size, dtype=np.float32).reshape(2, size)
+        whole = np.concatenate([whole, x, x], axis=1)
+        after, turned = state.run(None, {"x": x})
+        np.testing.assert_array_equal(after, whole)
+        np.testing.assert_array_equal(turned, whole.T)
+    with pytest.raises(RunError, match=r"float32 \[3, 2\] cannot follow a cache of .*float32 \[2, 12\]"):
+        state.run(None, {"x": np.zeros((3, 1), np.float32)})
+    np.testing.assert_array_equal(np.array(state.values["before"]), whole)
 
 
 @pytest.mark.parametrize(
-    ("op", "read"), [("Shape", "past_key_0"), ("Identity", "past_key_0"), ("Neg", "present_key_0")]
+    ("attention", "op", "read"),
+    [
+        (gqa, "Shape", "past_key_0"),
+        (gqa, "Identity", "past_key_0"),
+        (gqa, "Neg", "present_key_0"),
+        (concat, "Neg", "past_key_0"),
+        (concat, "Identity", "past_key_0"),
+    ],
 )
-def test_a_cache_that_the_graph_looks_at_is_not_written_in_place(op: str, read: str) -> None:
-    model = decoder(gqa)
+def test_a_cache_that_the_graph_looks_at_is_not_written_in_place(attention: Any, op: str, read: str) -> None:
+    model = decoder(attention)
     model.graph.node.append(onnx.helper.make_node(op, [read], ["seen"]))
     kind = onnx.TensorProto.INT64 if op == "Shape" else onnx.TensorProto.FLOAT
     model.graph.output.append(onnx.helper.make_tensor_value_info("seen", kind, None))
@@ -239,8 +270,9 @@ def test_a_run_that_fails_changes_nothing(attention: Any) -> None:
 
 
 @pytest.mark.usefixtures("place")
-def test_a_run_that_fails_after_the_caches_are_written_changes_nothing() -> None:
-    model = decoder(gqa)
+@pytest.mark.parametrize("attention", [gqa, concat])
+def test_a_run_that_fails_after_the_caches_are_written_changes_nothing(attention: Any) -> None:
+    model = decoder(attention)
     model.graph.node.append(onnx.helper.make_node("Gather", ["logits", "row"], ["picked"], name="pick"))
     model.graph.input.append(onnx.helper.make_tensor_value_info("row", onnx.TensorProto.INT64, []))
     model.graph.output.append(onnx.helper.make_tensor_value_info("picked", onnx.TensorProto.FLOAT, None))

@@ -16,8 +16,8 @@ from lut4tool.runtime.graph import RunError
 if TYPE_CHECKING:
     from lut4tool.runtime.session import Runtime
 
-#: Inputs of GroupQueryAttention that are a cache, and the output that each comes out as.
-_IN_PLACE = {3: 1, 4: 2}
+#: Operators that can write a cache in place: the inputs that it may be, and the output that each comes out as.
+_IN_PLACE = {("", "Concat"): {0: 0}, ("com.microsoft", "GroupQueryAttention"): {3: 1, 4: 2}}
 
 
 class State:
@@ -27,9 +27,8 @@ class State:
     first run it is zeros, of the sizes that the other feeds give to the named dimensions and 0 for those that nothing
     names (an empty cache); a feed of its name stands in its place.
 
-    A cache grows where the graph says: Concat makes a new array a step. Where the only operator that reads and writes
-    it is GroupQueryAttention, which takes a buffer with room at its end, the state owns such a buffer, which is written
-    in place and grows by `chunk` steps at a time.
+    A cache that one Concat or GroupQueryAttention reads, and gives as the carried output, is a buffer of the state with
+    room at its end: written in place, growing by `chunk` steps at a time. Any other grows in the graph.
 
     One state serves one loop, in one thread at a time; a Runtime may have several.
     """
@@ -80,7 +79,8 @@ class State:
             for name, length in lengths.items():
                 held[name].length = length
             raise
-        self._held = dict(zip(self._carry, results[len(names) :], strict=True))
+        carried = zip(self._carry, results[len(names) :], strict=True)
+        self._held = {name: held[name] if name in lengths else value for name, value in carried}
         asked = [_array(value) for value in results[: len(names)]]
         return self._runtime.results(asked, as_numpy)
 
@@ -115,18 +115,19 @@ def _array(value: Any) -> Any:
 
 
 def _is_in_place(runtime: Runtime, name: str, source: str) -> bool:
-    """Whether an input is read by nothing but GroupQueryAttention, as the cache whose successor is that output."""
+    """Whether an input is read by nothing but one operator that can write a cache, which gives it as that output."""
     plan = runtime.plan
     slot = plan.graph.inputs[[value.name for value in plan.inputs].index(name)]
     successor = plan.graph.outputs[[value.name for value in plan.outputs].index(source)]
     captured = set().union(*(graph.captured for graph in plan.subgraphs.values()))
     readers = [step for step in plan.graph.steps if slot in step.inputs]
-    used = slot in plan.graph.outputs or plan.graph.outputs.count(successor) > 1 or {slot, successor} & captured
-    if used or len(readers) != 1 or any(successor in step.inputs for step in plan.graph.steps):
+    if slot in plan.graph.outputs or slot in captured or len(readers) != 1:
         return False
     (step,) = readers
     places = [place for place, read in enumerate(step.inputs) if read == slot]
-    attends = (step.operator.domain, step.operator.name) == ("com.microsoft", "GroupQueryAttention")
-    if not attends or len(places) != 1 or places[0] not in _IN_PLACE:
+    written = _IN_PLACE.get((step.operator.domain, step.operator.name), {}).get(places[0])
+    if written is None or len(places) != 1 or len(step.inputs) < 2 or step.outputs[written] != successor:
         return False
-    return step.outputs[_IN_PLACE[places[0]]] == successor
+    # Concat's result is an array, which anything may read; the other's is the cache itself, which nothing else can.
+    others = plan.graph.outputs.count(successor) > 1 or any(successor in other.inputs for other in plan.graph.steps)
+    return step.operator.name == "Concat" or not (others or successor in captured)

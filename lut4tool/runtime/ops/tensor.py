@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lut4tool.runtime.cache import Cache
 from lut4tool.runtime.dtypes import to_mx
 from lut4tool.runtime.ops.indexing import checked, positive
 from lut4tool.runtime.registry import op
@@ -64,7 +65,9 @@ def transpose(xp: Any, x: Any, *, perm: Sequence[int] | None = None) -> Any:
 
 @op("Concat", since=4)
 def concat(xp: Any, *inputs: Any, axis: int) -> Any:
-    """At least one tensor, of one type."""
+    """At least one tensor, of one type; a decoding loop's cache takes the others in place."""
+    if isinstance(inputs[0], Cache):
+        return inputs[0].append(xp, inputs[1:], axis)
     return xp.concatenate(inputs, axis=axis)
 
 
