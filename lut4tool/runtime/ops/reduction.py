@@ -10,16 +10,17 @@ from lut4tool.runtime.ops.compute import on_device
 from lut4tool.runtime.ops.indexing import positive
 from lut4tool.runtime.registry import op
 
-#: f(xp, x, axes, keepdims) of a tensor that is not empty along the axes, or whose reduction of nothing NumPy defines.
+#: f(xp, x, axes, keepdims); where there is nothing along the axes, the reduction's identity.
 Reduction = Callable[[Any, Any, tuple[int, ...], bool], Any]
 
 
 def _sum(xp: Any, x: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
-    return xp.sum(x, axis=axes, keepdims=keepdims)
+    # MLX's sum over an axis of no elements may never end on a CPU.
+    return xp.sum(x, axis=axes, keepdims=keepdims) if _count(x, axes) else _identity(0, xp, x, axes, keepdims)
 
 
 def _mean(xp: Any, x: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
-    total = xp.sum(x, axis=axes, keepdims=keepdims)
+    total = _sum(xp, x, axes, keepdims)
     count = _count(x, axes)
     if xp.issubdtype(x.dtype, xp.floating):
         return total / count if count else total * float("nan")
@@ -27,7 +28,7 @@ def _mean(xp: Any, x: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
 
 
 def _prod(xp: Any, x: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
-    return xp.prod(x, axis=axes, keepdims=keepdims)
+    return xp.prod(x, axis=axes, keepdims=keepdims) if _count(x, axes) else _identity(1, xp, x, axes, keepdims)
 
 
 def _log_sum_exp(xp: Any, x: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
@@ -51,9 +52,12 @@ def _extreme(function: str, xp: Any, x: Any, axes: tuple[int, ...], keepdims: bo
         nothing = xp.iinfo(x.dtype).min if low else xp.iinfo(x.dtype).max
     else:
         nothing = not low
+    return _identity(nothing, xp, x, axes, keepdims)
+
+
+def _identity(value: Any, xp: Any, x: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
     shape = [1 if axis in axes else size for axis, size in enumerate(x.shape)]
-    whole = xp.full(shape, xp.array(nothing, dtype=x.dtype))
-    return whole if keepdims else whole.reshape(_without(shape, axes))
+    return xp.full(shape if keepdims else _without(shape, axes), xp.array(value, dtype=x.dtype))
 
 
 def _count(x: Any, axes: tuple[int, ...]) -> int:
