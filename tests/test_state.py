@@ -212,6 +212,15 @@ def test_a_cache_may_grow_along_any_axis_and_keeps_its_type_and_sizes() -> None:
     np.testing.assert_array_equal(np.array(state.values["before"]), whole)
 
 
+def test_a_cache_takes_no_other_type() -> None:
+    text = "agraph (float[n] x, double[past] before) => (double[total] after) { after = Concat<axis=0>(before, x) }"
+    state = Runtime(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}')).state(
+        {"before": "after"}
+    )
+    with pytest.raises(RunError, match=r"float32 .* cannot follow a cache of .*float64"):
+        state.run(None, {"x": np.ones(2, np.float32)})
+
+
 @pytest.mark.parametrize(
     ("attention", "op", "read"),
     [
@@ -233,6 +242,30 @@ def test_a_cache_that_the_graph_looks_at_is_not_written_in_place(attention: Any,
         feeds = {"input_ids": np.array([[7 * total]]), "attention_mask": np.ones((1, total), np.int64)}
         theirs(feeds)
         assert gap(state.run(["seen"], feeds)[0], theirs.outputs["seen"]).largest <= TABLE[np.dtype(np.float32)]
+
+
+@pytest.mark.parametrize(
+    ("body", "grown"),
+    [
+        ("after = Concat<axis=0>(before)", [2, 2]),
+        ("after = Concat<axis=0>(before, before)", [4, 8]),
+        ("after = Concat<axis=0>(x, before)", [3, 4]),
+        ("after = Concat<axis=0>(before, x) seen = If(yes) <then_branch = g () => (float[n] o) { o = Neg(before) }, "
+         "else_branch = h () => (float[m] o) { o = Neg(x) }>", [3, 4]),
+    ],
+)  # fmt: skip
+def test_what_else_concat_may_do_with_a_value_is_not_done_in_place(body: str, grown: list[int]) -> None:
+    text = "agraph (float[one] x, float[past] before) => (float[total] after) <bool yes = {1}>"
+    state = Runtime(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text} {{ {body} }}')).state(
+        {"before": "after"}
+    )
+    assert state.in_place == set()
+    x = np.ones(1, np.float32)
+    sizes = [
+        state.run(["after"], {"x": x, "before": np.zeros(2, np.float32)})[0].size,
+        state.run(["after"], {"x": x})[0].size,
+    ]
+    assert sizes == grown
 
 
 # ---- a state's life
