@@ -124,7 +124,7 @@ def rewrite(
     ],
     verify: Annotated[bool, typer.Option("--verify", help="Compare every block with the original chain.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Prove and check, but write nothing.")] = False,
-    vendor: Annotated[bool, typer.Option("--vendor", help="Also rewrite MatMulBnb4 and MatMulNBits.")] = False,
+    vendor: Annotated[bool, typer.Option("--vendor", help="Look at MatMulBnb4 and MatMulNBits too.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing OUT.")] = False,
     report: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Write a .json or .html report.")
@@ -154,7 +154,8 @@ def rewrite(
         )
     document = result.to_json()
     if report is not None:
-        _write_report(report, document, f"{source.name} rewritten by lut4tool {__version__}")
+        what = "dry run of a rewrite" if dry_run else "rewrite"
+        _write_report(report, document, f"{what} of {source.name} to {target.name} by lut4tool {__version__}")
     if json_output:
         _print_json(document)
     else:
@@ -164,10 +165,7 @@ def rewrite(
             console.print(note)
         if document["rewritten"]:
             verb = "would write" if dry_run else "wrote"
-            console.print(
-                f"{verb} {target}: {_size(result.output_bytes)} (was {_size(result.input_bytes)});"
-                f" weights {_size(result.packed_bytes)} packed, {_size(result.dense_bytes)} if decoded"
-            )
+            console.print(f"{verb} {target}: {_sizes(document)}")
         else:
             console.print("nothing to rewrite; nothing written")
     if not document["rewritten"]:
@@ -186,7 +184,15 @@ def _write_report(path: Path, document: dict[str, Any], title: str) -> None:
     page = Console(file=io.StringIO(), record=True, width=160, **_PLAIN)
     page.print(title)
     _print_sites(page, document, "rewritten")
+    page.print(_sizes(document))
     write_atomic(path, page.export_html(inline_styles=True).encode())
+
+
+def _sizes(document: dict[str, Any]) -> str:
+    """The sizes of a rewrite in one line."""
+    after, before = _size(document["output_bytes"]), _size(document["input_bytes"])
+    packed, dense = _size(document["packed_bytes"]), _size(document["dense_bytes"])
+    return f"{after} (was {before}); weights {packed} packed, {dense} if decoded"
 
 
 def _print_sites(console: Console, document: dict[str, Any], key: str) -> None:
@@ -195,20 +201,17 @@ def _print_sites(console: Console, document: dict[str, Any], key: str) -> None:
 
     if document[key]:
         table = Table(title=f"{len(document[key])} {key}", title_justify="left")
-        for heading in ("node", "operator", "rows x cols", "block", "weight type", "bytes", "witness"):
+        checked = "witness" in document[key][0]
+        headings = ("node", "operator", "rows x cols", "block", "weight type", "bytes", "checked")
+        for heading in headings if checked else headings[:-1]:
             table.add_column(heading, overflow="fold")
         for site in document[key]:
-            witness = site.get("witness")
-            checked = "-" if witness is None else "all" if witness["all"] else f"{witness['compared']:,} elements"
-            table.add_row(
-                site["node"],
-                site["op"],
-                f"{site['rows']} x {site['cols']}",
-                str(site["block_size"]),
-                site["weight_dtype"],
-                site["bytes"],
-                checked,
-            )
+            row = [site["node"], site["op"], f"{site['rows']} x {site['cols']}"]
+            row += [str(site["block_size"]), site["weight_dtype"], site["bytes"]]
+            if checked:
+                witness = site["witness"]
+                row.append("all elements" if witness["all"] else f"{witness['compared']:,} elements")
+            table.add_row(*row)
         console.print(table)
     for refusal in document["refused"]:
         console.print(f"refused: {refusal['node']}: {refusal['reason']}")
@@ -226,7 +229,7 @@ def inspect(model: ModelArgument, json_output: JsonOption = False) -> None:
         return
     console = _console()
     _print_sites(console, document, "found")
-    if not document["found"]:
+    if not document["found"] and not document["refused"]:
         console.print("no 4-bit decode chain found")
     operators = ", ".join(f"{name} {count}" for name, count in document["operators"].items())
     console.print(f"operators: {operators}")
@@ -272,15 +275,20 @@ def run(
     from lut4tool.runtime.session import Runtime
     from lut4tool.storage import Tensors, read_model
 
+    if bare := [text for text in one or () if "=" not in text]:
+        raise typer.BadParameter(f"write NAME={bare[0]}", param_hint="-i")
+    if outputs is not None and outputs.suffix != ".npz":
+        raise typer.BadParameter("the outputs' file name ends in .npz", param_hint="--outputs")
     start = time.perf_counter()
-
     proto = read_model(model)
     tensors = Tensors(model.parent, tuple(allow_external or ()))
     if rewrite_first:
         from lut4tool.rewrite import rewrite_model
 
         with _progress() as progress:
-            rewrite_model(proto, tensors, progress=progress)
+            rewritten = rewrite_model(proto, tensors, progress=progress)
+        for refusal in rewritten.refused:
+            print(f"lut4tool: refused: {refusal.node}: {refusal.reason}", file=sys.stderr)
     left = 0 if rewrite_first else len(recognize(proto).proofs)
     runtime = Runtime(proto, device, tensors)
     result = run_model(
@@ -302,6 +310,8 @@ def run(
         _print_json(document)
     else:
         _print_run(_console(), document)
+        for path in filter(None, (outputs, profile)):
+            _console().print(f"wrote {path}")
     if left:
         print(
             f"lut4tool: {left} product{'s' if left > 1 else ''} of this model decode{'s' if left == 1 else ''} 4-bit"
@@ -336,7 +346,7 @@ def _print_run(console: Console, document: dict[str, Any]) -> None:
         served.setdefault(kernel["kernel"], []).append(kernel["node"])
     for kernel, nodes in served.items():
         more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
-        console.print(f"{nodes[0]}{more}: kernel {kernel}")
+        console.print(f"{nodes[0]}{more}: served by {kernel}")
     times = document["milliseconds"]
     console.print(
         f"load {document['load_milliseconds']:.1f} ms, run {times['median']:.2f} ms"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import onnx
@@ -47,11 +47,11 @@ class Proof:
     dtype: str
     inputs: tuple[str, ...]
     attributes: Mapping[str, int | list[int]]
-    tensors: Mapping[str, onnx.TensorProto]
-    literals: Mapping[str, onnx.TensorProto]
+    tensors: Mapping[str, onnx.TensorProto] = field(repr=False)
+    literals: Mapping[str, onnx.TensorProto] = field(repr=False)
     weight: str
-    chain: tuple[onnx.NodeProto, ...]
-    product: onnx.NodeProto
+    chain: tuple[onnx.NodeProto, ...] = field(repr=False)
+    product: onnx.NodeProto = field(repr=False)
     opset: int
     kept: bool = True  # the producer's bytes serve as they are
 

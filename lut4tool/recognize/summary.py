@@ -10,14 +10,15 @@ from typing import Any
 
 import onnx
 
-from lut4tool.formats import DOMAIN, LOOKUP4_MATMUL
+from lut4tool.formats import DOMAIN, DTYPE_NAME, LOOKUP4_MATMUL, QMM
 from lut4tool.recognize import recognize
 from lut4tool.recognize.proof import Proof, Report
+from lut4tool.recognize.walk import VENDOR_PRODUCTS
 from lut4tool.storage import nbytes, read_model
 
 _FOLDING = (
-    "onnxruntime decodes these weights to dense float32 when it loads the model; "
-    'disabled_optimizers=["ConstantFolding"] keeps it from that'
+    "onnxruntime decodes them to dense float32 when it loads the model, "
+    'unless the session has disabled_optimizers=["ConstantFolding"]'
 )
 
 
@@ -51,28 +52,62 @@ def summarize(path: Path) -> Summary:
     """Read a model and summarize it. Raises StorageError where the file is not a model."""
     model = read_model(path)
     report = recognize(model)
-    operators = Counter(
-        f"{node.domain}::{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
-        for nodes in (model.graph.node, *(function.node for function in model.functions))
-        for node in _all_nodes(nodes)
-    )
     distinct = distinct_weights(report.proofs)
     external = [tensor for tensor in model.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
-    custom = operators[f"{DOMAIN}::{LOOKUP4_MATMUL}"]
-    advice = []
-    if report.proofs:
-        advice.append(f"`lut4tool rewrite` will keep {len(distinct)} weight(s) packed. {_FOLDING}")
-    if custom:
-        advice.append(f"{custom} node(s) already keep their weights packed. {_FOLDING}")
     return Summary(
         report,
-        dict(operators.most_common()),
+        dict(_operators(model).most_common()),
         path.stat().st_size,
         sum(map(nbytes, external)),
         sum(nbytes(proof.tensors[name]) for proof in distinct for name in ("packed", "scales", "codebook")),
         sum(4 * proof.rows * proof.cols for proof in distinct),
-        tuple(advice),
+        advise(model, report),
     )
+
+
+def advise(model: onnx.ModelProto, report: Report) -> tuple[str, ...]:
+    """Sentences on what to do with a model next, or why there is nothing to rewrite in it."""
+    operators = _operators(model)
+    advice = []
+    if report.proofs:
+        packed = _count(len(distinct_weights(report.proofs)), "weight")
+        advice.append(f"`lut4tool rewrite` will keep {packed} packed; {_FOLDING}")
+    if count := operators[f"{DOMAIN}::{LOOKUP4_MATMUL}"] + operators[f"{DOMAIN}::{QMM}"]:
+        advice.append(f"{_count(count, 'product')} of this model already keep packed weights; {_FOLDING}")
+    for domain, name in VENDOR_PRODUCTS:
+        if count := operators[f"{domain}::{name}"]:
+            advice.append(f"{_count(count, name + ' node')} already keep packed weights: `lut4tool run` serves them")
+    if not advice and not report.refusals:
+        floats = _float_products(model)
+        todo = "`lut4tool quantize` spells them as 4-bit chains" if floats else "it has nothing for lut4tool to do"
+        advice.append(f"this model has {_count(floats, 'MatMul or Gemm node')} with float weights; {todo}")
+    return tuple(advice)
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _operators(model: onnx.ModelProto) -> Counter[str]:
+    """How often each operator stands in the graph and the functions, our own bodies left out."""
+    bodies = (function.node for function in model.functions if function.domain != DOMAIN)
+    return Counter(
+        f"{node.domain}::{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
+        for nodes in (model.graph.node, *bodies)
+        for node in _all_nodes(nodes)
+    )
+
+
+def _float_products(model: onnx.ModelProto) -> int:
+    """Products of the main graph by a float initializer or Constant of rank 2."""
+    tensors = list(model.graph.initializer)
+    for node in model.graph.node:
+        if node.op_type == "Constant":
+            tensors += [
+                onnx.TensorProto(name=node.output[0], dims=a.t.dims, data_type=a.t.data_type) for a in node.attribute
+            ]
+    names = {t.name for t in tensors if len(t.dims) == 2 and t.data_type in DTYPE_NAME}
+    return sum(node.op_type in ("MatMul", "Gemm") and node.input[1] in names for node in model.graph.node)
 
 
 def distinct_weights(proofs: tuple[Proof, ...]) -> list[Proof]:

@@ -11,8 +11,8 @@ from typing import Any
 import onnx
 
 from lut4tool.recognize import recognize
-from lut4tool.recognize.proof import Proof, Refusal, Witness
-from lut4tool.recognize.summary import distinct_weights
+from lut4tool.recognize.proof import Proof, Refusal, Report, Witness
+from lut4tool.recognize.summary import advise, distinct_weights
 from lut4tool.rewrite.edit import RewriteError, apply
 from lut4tool.rewrite.save import Progress, check_target, serialized
 from lut4tool.rewrite.save import save as save_model
@@ -26,7 +26,8 @@ class RewriteReport:
     """What a rewrite did, site by site; sizes in bytes, each distinct weight counted once.
 
     rewritten: proof and witness of each site (None where no witness was asked for).
-    input_bytes, output_bytes: the proto's file before and after, external data not counted; 0 without files.
+    input_bytes, output_bytes: the proto's file before and after, external data not counted; 0 where none was written
+        (on `dry_run`, what it would be).
     packed_bytes, dense_bytes: the proved weights as stored, and decoded to float32.
     notes: sentences for the user.
     """
@@ -78,10 +79,12 @@ def rewrite(
     check_target(str(source), target, force or dry_run)
     tensors = Tensors(source.parent, allow_external)
     report = rewrite_model(model, tensors, verify=verify, vendor=vendor, progress=progress)
-    written, notes = size, tuple[str, ...]()
-    if report.rewritten and dry_run:
+    written, notes = 0, tuple[str, ...]()
+    if not report.rewritten:
+        notes = advise(model, Report((), report.refused))
+    elif dry_run:
         written = len(serialized(model) or b"")
-    elif report.rewritten:
+    else:
         written, notes = save_model(model, str(source), target, tensors, progress)
     return replace(report, input_bytes=size, output_bytes=written, notes=notes)
 
