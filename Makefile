@@ -17,6 +17,7 @@ $(STAMP): $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "scikit-build-core>=0.11" "nanobind>=3.1" "cmake>=3.26" "ninja>=1.11"
+	@echo "Installing MLX, onnx and the rest, and building the native part: a few minutes the first time."
 	$(BIN)/pip install --quiet --no-build-isolation --editable ".[$(EXTRAS)]"
 	$(BIN)/python -c "from lut4tool import native; print('lut4tool decodes with', native.describe())"
 	touch $@

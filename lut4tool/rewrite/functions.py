@@ -121,7 +121,7 @@ def _written(name: str) -> onnx.FunctionProto:
 def body(name: str, opset: int) -> onnx.FunctionProto:
     """Return the body of ai.lut4tool::`name` for a model that imports the default domain at version `opset`.
 
-    onnx.checker wants the versions of a model and its functions to be equal. Raises RewriteError outside 13 to 26.
+    onnx.checker wants the versions of a model and its functions to be equal. Raises RewriteError outside 13 to 28.
     """
     if not FIRST_OPSET <= opset <= LAST_OPSET:
         raise RewriteError(
