@@ -1,0 +1,142 @@
+"""A weight on the device: its arrays copied once, and what the kernels' texts need to know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import numpy as np
+
+from lut4tool.formats import Lookup4Weight, QmmWeight
+
+MLX_FLOAT = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+#: A kernel sees an array of fewer elements in another address space: all weights' arrays have as many at least.
+LEAST_ELEMENTS = 8
+#: Bytes that one load takes, and their codes; packed data is padded to whole loads.
+LOAD_BYTES, LOAD_CODES = 16, 32
+
+
+@dataclass(frozen=True)
+class DeviceWeight:
+    """A weight as the kernels take it: lines of `pitch` codes, `along_k` where a line is one k (else one n).
+
+    packed: uint32, padded to whole loads; scales: [blocks]; levels: the codebook in float32 [16], or zero points
+    [blocks] or one; dims: uint32 [N, pitch].
+    """
+
+    packed: mx.array
+    scales: mx.array
+    levels: mx.array
+    dims: mx.array
+    K: int
+    N: int
+    pitch: int
+    block_size: int
+    weight_dtype: mx.Dtype
+    along_k: bool
+    affine: bool
+    high_nibble_first: bool
+    one_zero: bool
+
+    @property
+    def lines(self) -> int:
+        """Number of lines."""
+        return self.K if self.along_k else self.N
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every load of 16 bytes stays in one line, and every word of 8 codes in one block."""
+        length = self.N if self.along_k else self.K
+        return self.pitch % LOAD_CODES == 0 and length % LOAD_CODES == 0 and self.block_size % 8 == 0
+
+    @property
+    def inputs(self) -> list[mx.array]:
+        """What every kernel takes after x."""
+        return [self.packed, self.scales, self.levels, self.dims]
+
+    @property
+    def template(self) -> list[tuple[str, Any]]:
+        """Facts that the texts are compiled for; none of them depends on x or on the weight's size."""
+        return [
+            ("W", self.weight_dtype),
+            ("AFFINE", self.affine),
+            ("HIGH_FIRST", self.high_nibble_first),
+            ("ONE_ZERO", self.one_zero),
+            ("ALIGNED", self.aligned),
+            ("BLOCK", self.block_size),
+        ]
+
+
+INPUTS = ("packed", "scales", "levels", "dims")
+
+_ON_DEVICE: WeakKeyDictionary[Lookup4Weight | QmmWeight, DeviceWeight] = WeakKeyDictionary()
+
+
+def on_device(weight: Lookup4Weight | QmmWeight) -> DeviceWeight:
+    """Return the weight's form on the device, made at its first use and gone with it."""
+    if weight not in _ON_DEVICE:
+        _ON_DEVICE[weight] = _lookup4(weight) if isinstance(weight, Lookup4Weight) else _qmm(weight)
+    return _ON_DEVICE[weight]
+
+
+def _lookup4(weight: Lookup4Weight) -> DeviceWeight:
+    K, N = weight.shape
+    return DeviceWeight(
+        packed=_words(weight.packed),
+        scales=_floats(weight.scales),
+        levels=mx.array(weight.codebook.astype(np.float32)),
+        dims=mx.array([N, weight.cols], mx.uint32),
+        K=K,
+        N=N,
+        pitch=weight.cols,
+        block_size=weight.block_size,
+        weight_dtype=MLX_FLOAT[weight.weight_dtype],
+        along_k=tuple(weight.perm) == (0, 1),
+        affine=False,
+        high_nibble_first=weight.high_nibble_first,
+        one_zero=False,
+    )
+
+
+def _qmm(weight: QmmWeight) -> DeviceWeight:
+    points = weight.zero_points
+    pitch = weight.scales.shape[1] * weight.block_size
+    return DeviceWeight(
+        packed=_words(weight.packed),
+        scales=_floats(weight.scales),
+        levels=mx.array(_padded(points)) if points.dtype == np.uint8 else _floats(points),
+        dims=mx.array([weight.N, pitch], mx.uint32),
+        K=weight.K,
+        N=weight.N,
+        pitch=pitch,
+        block_size=weight.block_size,
+        weight_dtype=MLX_FLOAT[weight.weight_dtype],
+        along_k=False,
+        affine=True,
+        high_nibble_first=False,
+        one_zero=points.shape == (1, 1) and weight.scales.size > 1,
+    )
+
+
+def _words(packed: np.ndarray) -> mx.array:
+    """Bytes as little-endian words, in whole loads."""
+    flat = packed.reshape(-1)
+    if rest := -flat.size % LOAD_BYTES:
+        flat = np.concatenate([flat, np.zeros(rest, np.uint8)])
+    return mx.array(np.ascontiguousarray(flat).view(np.uint32))
+
+
+def _padded(array: np.ndarray) -> np.ndarray:
+    flat = array.reshape(-1)
+    missing = max(0, LEAST_ELEMENTS - flat.size)
+    return np.concatenate([flat, np.zeros(missing, flat.dtype)]) if missing else flat
+
+
+def _floats(array: np.ndarray) -> mx.array:
+    flat = np.ascontiguousarray(_padded(array))
+    if flat.dtype in (np.float32, np.float16):
+        return mx.array(flat)
+    return mx.array(flat.view(np.uint16)).view(mx.bfloat16)
