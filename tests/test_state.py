@@ -22,6 +22,7 @@ from lut4tool.produce import quantize_file
 from lut4tool.rewrite import rewrite
 from lut4tool.runtime import Runtime
 from lut4tool.runtime import session as session_module
+from lut4tool.runtime.cache import Cache
 from lut4tool.runtime.graph import RunError
 from lut4tool.runtime.state import State
 
@@ -213,12 +214,9 @@ def test_a_cache_may_grow_along_any_axis_and_keeps_its_type_and_sizes() -> None:
 
 
 def test_a_cache_takes_no_other_type() -> None:
-    text = "agraph (float[n] x, double[past] before) => (double[total] after) { after = Concat<axis=0>(before, x) }"
-    state = Runtime(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}')).state(
-        {"before": "after"}
-    )
-    with pytest.raises(RunError, match=r"float32 .* cannot follow a cache of .*float64"):
-        state.run(None, {"x": np.ones(2, np.float32)})
+    cache = Cache(np.zeros(2), chunk=4)
+    with pytest.raises(ValueError, match=r"float32 \[1\] cannot follow a cache of float64 \[2\]"):
+        cache.append(np, [np.ones(1, np.float32)], 0)
 
 
 @pytest.mark.parametrize(
