@@ -20,7 +20,7 @@ from onnx import TensorProto, helper, numpy_helper, version_converter
 from lut4tool.encode import ProduceError, encode, load_codebook
 from lut4tool.formats import DTYPE_NAME, ONNX_DTYPE, Lookup4Weight
 from lut4tool.rewrite.save import check_target, external_tensors, save
-from lut4tool.storage import Tensors, nbytes, read_model
+from lut4tool.storage import Tensors, location, nbytes, read_model, size_text
 
 #: The chain needs opset 13: Unsqueeze takes its axes as an input, and MatMul and Cast know bfloat16.
 LEAST_OPSET = 13
@@ -156,7 +156,8 @@ def _use_obstacle(node: onnx.NodeProto, index: int) -> str | None:
         given = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0} | _attributes(node)
         odd = [f"{name} {given[name]}" for name in ("alpha", "beta", "transA") if given[name] != (name != "transA")]
         if odd or len(given) > 4:
-            return f"{what} has {', '.join(odd) or 'attributes of an old version'}; it would not be MatMul and Add"
+            found = ", ".join(odd) or "attributes of an old version"
+            return f"{what} has {found}; alpha 1, beta 1 and transA 0 are quantized"
     return None
 
 
@@ -473,10 +474,20 @@ def quantize_file(
     before = model.ByteSize() + sum(nbytes(tensor) for tensor in external_tensors(model))
     report = quantize(model, tensors, **options, progress=progress)  # type: ignore[arg-type]
     if not report.quantized:
-        return replace(report, input_bytes=before)
-    kept = sum(nbytes(tensor) for tensor in external_tensors(model))
+        none = () if report.left else (_nothing_found(match),)
+        return replace(report, input_bytes=before, notes=none)
+    external = list(external_tensors(model))
+    kept = sum(map(nbytes, external))
     written, notes = save(model, name, out, tensors, progress)
+    if external:
+        files = ", ".join(sorted({location(tensor) for tensor in external_tensors(model)}))
+        notes = (*notes, f"{size_text(kept)} of its weights are external data in {files}, which must stay beside it")
     return replace(report, input_bytes=before, output_bytes=written + kept, notes=tuple(notes))
+
+
+def _nothing_found(match: str | None) -> str:
+    chosen = "" if match is None else f" whose name, or whose product's, {match!r} finds"
+    return f"no MatMul or Gemm has a constant weight{chosen}"
 
 
 def _compile(match: str | None) -> re.Pattern[str] | None:
