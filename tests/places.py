@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from lut4tool.runtime.ops import compute
+from lut4tool.runtime import dtypes
+from lut4tool.runtime.backend import mx
 
 
 @pytest.fixture(params=["numpy", "mlx"])
 def place(request, monkeypatch):
     """Compute where the parameter says, on this machine's CPU either way."""
     if request.param == "mlx":
-        monkeypatch.setattr(compute, "on_host", lambda: False)
+        monkeypatch.setattr(dtypes, "HOST", mx.gpu)
     return request.param

@@ -7,6 +7,7 @@ where the operator wants it (host or MLX) and returns what the operator returns.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,15 @@ from lut4tool.runtime.dtypes import to_mx, to_numpy
 
 Call = Callable[[], Any]
 Frame = list[Any]
+
+
+def bind_host(run: Callable[..., Any], frame: Frame, slots: Sequence[int]) -> Call:
+    """Call `run` with the values as they are: on a CPU all of them are on the host."""
+    places = tuple(slots)
+    if not places:
+        return run
+    values = itemgetter(*places)  # one value of one place, else a tuple
+    return (lambda: run(values(frame))) if len(places) == 1 else (lambda: run(*values(frame)))
 
 
 def bind(run: Callable[..., Any], frame: Frame, slots: Sequence[int], host: frozenset[int]) -> Call:
@@ -86,8 +96,5 @@ def bind_either(
 
 
 def _on_host(run: Callable[..., Any], values: list[Any]) -> Any:
-    """Run with NumPy; NumPy's scalars become arrays of rank 0."""
-    result = run(np, *[to_numpy(value) for value in values])
-    if type(result) is tuple:
-        return tuple(to_numpy(part) for part in result)
-    return to_numpy(result)
+    """Run with NumPy."""
+    return run(np, *[to_numpy(value) for value in values])

@@ -36,11 +36,11 @@ class Cache:
         return 0 if self.buffer is None else int(self.buffer.shape[self.axis])
 
     def array(self) -> Any:
-        """A copy of the filled part, as an MLX array where MLX has the type."""
+        """A copy of the filled part."""
         if self.buffer is None:
-            return to_mx(self._value)
+            return self._value
         filled = self.buffer[self._span(0, self.length)]
-        return to_mx(filled) if isinstance(filled, np.ndarray) else mx.contiguous(filled)
+        return filled.copy() if isinstance(filled, np.ndarray) else mx.contiguous(filled)
 
     def append(self, xp: Any, parts: Sequence[Any], axis: int) -> Any:
         """Write arrays of xp's after the filled part along an axis, and return a view of the whole; as Concat does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import onnx
 
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.cache import Cache
-from lut4tool.runtime.dtypes import BY_NUMBER, to_mx, type_of
+from lut4tool.runtime.dtypes import BY_NUMBER, to_device, type_of
 from lut4tool.runtime.graph import RunError
 
 #: What each symbolic dimension is, and the input that said so.
@@ -35,7 +36,7 @@ class ValueInfo:
         return self.type if self.shape is None else f"{self.type} of shape [{', '.join(map(str, self.shape))}]"
 
     def accept(self, value: Any, sizes: Sizes) -> Any:
-        """The value as the plan wants it: an mx.array where MLX has its type. Raises RunError where it does not fit."""
+        """The value where the device has its values. Raises RunError where it does not fit."""
         return self._accept(value, self.proto, sizes)
 
     def check_type(self, value: Any, what: str) -> None:
@@ -56,7 +57,20 @@ class ValueInfo:
             if not isinstance(value, list | tuple):
                 raise RunError(f"input '{self.name}' is {self}: a list is wanted, not {type(value).__name__}")
             return [self._accept(part, proto.sequence_type.elem_type, {}) for part in value]
+        if kind == "map_type":
+            return self._accept_map(value, proto.map_type)
         return self._accept_tensor(value, proto.tensor_type, sizes) if kind == "tensor_type" else value
+
+    def _accept_map(self, value: Any, proto: onnx.TypeProto.Map) -> dict[Any, Any]:
+        """A dict whose values are NumPy's of the declared type, or Python's."""
+        if not isinstance(value, Mapping):
+            raise RunError(f"input '{self.name}' is {self}: a dict is wanted, not {type(value).__name__}")
+        word = str if proto.key_type == onnx.TensorProto.STRING else int
+        dtype = BY_NUMBER[proto.value_type.tensor_type.elem_type].numpy
+        try:
+            return {word(key): np.asarray(part).astype(dtype)[()] for key, part in value.items()}
+        except (TypeError, ValueError) as error:
+            raise RunError(f"input '{self.name}' is {self}: {error}") from error
 
     def _accept_tensor(self, value: Any, proto: onnx.TypeProto.Tensor, sizes: Sizes) -> Any:
         if isinstance(value, Cache):
@@ -72,7 +86,7 @@ class ValueInfo:
             raise RunError(f"input '{self.name}' is {self}, not {found}")
         if proto.HasField("shape"):
             self._check_shape(value.shape, proto.shape, sizes)
-        return to_mx(value)
+        return to_device(value)
 
     def _check_shape(self, shape: tuple[int, ...], declared: onnx.TensorShapeProto, sizes: Sizes) -> None:
         given = f"not of shape {list(shape)}"
@@ -113,7 +127,7 @@ def type_text(proto: onnx.TypeProto) -> str:
     if kind == "sequence_type":
         return f"seq({type_text(proto.sequence_type.elem_type)})"
     if kind == "map_type":
-        return f"map({BY_NUMBER[proto.map_type.key_type].name}, {type_text(proto.map_type.value_type)})"
+        return f"map({BY_NUMBER[proto.map_type.key_type].name},{type_text(proto.map_type.value_type)})"
     number = proto.tensor_type.elem_type
     return f"tensor({BY_NUMBER[number].name})" if number in BY_NUMBER else "tensor(undefined)"
 

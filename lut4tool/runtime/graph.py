@@ -11,6 +11,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx
 
 from lut4tool.errors import Lut4Error
@@ -32,7 +33,8 @@ class NodeError(RunError):
 class Step:
     """One node: `call` reads the frame; its results go to `outputs`; then the slots in `free` are emptied.
 
-    inputs: the slots it reads, as its node lists them; host: all of them are known to be host values.
+    inputs: the slots it reads, as its node lists them; host: it computes on the host on any device; shape: so it does
+    because all of them are shapes and small constants, which stay there.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Step:
     outputs: tuple[int, ...]
     free: tuple[int, ...] = ()
     host: bool = False
+    shape: bool = False
 
 
 class Graph:
@@ -76,16 +79,16 @@ class Graph:
         """Run the steps. Raises NodeError for the node that fails, by its name."""
         if len(values) != len(self.inputs):
             raise RunError(f"its subgraph takes {len(self.inputs)} inputs, not {len(values)}")
-        frame, index = self.frame, 0
+        frame, index, ndarray = self.frame, 0, np.ndarray
         for slot, value in zip(self.inputs, values, strict=True):
             frame[slot] = value
         try:
             for index, (call, single, several, free) in enumerate(self._program):  # noqa: B007 - read by the except
                 result = call()
-                if single >= 0:
-                    frame[single] = result[0] if type(result) is tuple else result
-                else:
+                if single < 0:
                     _spread(frame, several, result)
+                else:
+                    frame[single] = result if type(result) is ndarray else _one(result)
                 for slot in free:
                     frame[slot] = None
         except NodeError:
@@ -104,7 +107,13 @@ def _spread(frame: Frame, slots: Sequence[int], result: Any) -> None:
     if type(result) is not tuple or len(result) < len(slots):
         raise RunError(f"{len(slots)} outputs are asked for, not all of which the operator computes")
     for slot, value in zip(slots, result, strict=False):
-        frame[slot] = value
+        frame[slot] = np.asarray(value) if isinstance(value, np.generic) else value
+
+
+def _one(result: Any) -> Any:
+    """The first of an operator's results; NumPy's scalars become arrays of rank 0."""
+    value = result[0] if type(result) is tuple else result
+    return np.asarray(value) if isinstance(value, np.generic) else value
 
 
 def _sentence(error: Exception) -> str:

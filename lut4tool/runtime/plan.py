@@ -21,8 +21,8 @@ from lut4tool.errors import Lut4Error
 from lut4tool.formats import DOMAIN
 from lut4tool.runtime import registry
 from lut4tool.runtime.backend import mx
-from lut4tool.runtime.binding import Call, Frame, bind, bind_either
-from lut4tool.runtime.dtypes import load, to_mx, to_numpy
+from lut4tool.runtime.binding import Call, Frame, bind, bind_either, bind_host
+from lut4tool.runtime.dtypes import load, on_host, to_device, to_numpy
 from lut4tool.runtime.functions import body_of, infer_types, is_random, schema_of
 from lut4tool.runtime.graph import ABSENT, DROPPED, Graph, RunError, Step
 from lut4tool.runtime.registry import Operator, Unsupported
@@ -63,7 +63,7 @@ class Plan:
 
     graph: the main graph, its inputs in the order of `inputs`; defaults: values of inputs that may be left out;
     subgraphs: every other graph, by its path; kernels: what planned operators chose, by node; dynamic: the slots that
-    steps write.
+    steps write; place: where operators compute, "mlx" or on a CPU "numpy".
     """
 
     graph: Graph
@@ -73,6 +73,7 @@ class Plan:
     subgraphs: Mapping[str, Graph]
     kernels: Mapping[str, Any]
     dynamic: tuple[int, ...]
+    place: str
 
     def clear(self) -> None:
         """Empty the frame of what a failed run left there."""
@@ -88,7 +89,7 @@ class Plan:
         return [step for graph in self.graphs() for step in graph.steps]
 
     def describe(self) -> list[dict[str, str]]:
-        """One row a step: node, op, where ("host", "mlx" or a kernel's name), and why other kernels were refused.
+        """One row a step: node, op, where (`place`, "host" or a kernel's name), and why other kernels were refused.
 
         "host" is what is known before running: an operator may still find all its values on the host in a run.
         """
@@ -96,7 +97,7 @@ class Plan:
         for step in self.steps():
             choice = self.kernels.get(step.name)
             row = {"node": step.name, "op": f"{step.operator.domain or 'ai.onnx'}::{step.operator.name}"}
-            row["where"] = choice.name if choice is not None else "host" if step.host else "mlx"
+            row["where"] = choice.name if choice is not None else "host" if step.host else self.place
             row["refused"] = "; ".join(f"{name}: {why}" for name, why in choice.refusals.items()) if choice else ""
             rows.append(row)
         return rows
@@ -137,9 +138,10 @@ class _Planner:
         main = self.graph(graph, inputs, body, defaults)
         if self.problems:
             raise Unsupported(_report(list(self.problems)))
-        defaults = {name: to_mx(value) for name, value in defaults.items()}
+        defaults = {name: to_device(value) for name, value in defaults.items()}
         ports = tuple(map(_apart, inputs)), tuple(map(_apart, graph.output))
-        return Plan(main, *ports, defaults, self.subgraphs, self.kernels, tuple(self.dynamic))
+        place = "numpy" if on_host() else "mlx"
+        return Plan(main, *ports, defaults, self.subgraphs, self.kernels, tuple(self.dynamic), place)
 
     def problem(self, text: str) -> None:
         self.problems[text] = None
@@ -166,7 +168,7 @@ class _Planner:
         if constant is None:
             return value.slot
         if form not in constant.slots:
-            self.frame.append(constant.value if host else load(constant.value))
+            self.frame.append(constant.value if host and not on_host() else load(constant.value))
             constant.slots[form] = len(self.frame) - 1
         return constant.slots[form]
 
@@ -202,7 +204,7 @@ class _Planner:
         if value is None:
             self.problem(f"graph output '{scope.path}{name}' is computed by no node")
             return ABSENT
-        return self.place(value, host=value.small)
+        return self.place(value, host=value.small or on_host())
 
     def nodes(self, nodes: Sequence[onnx.NodeProto], body: Body) -> None:
         later = {output for node in nodes for output in node.output}
@@ -304,8 +306,8 @@ class _Planner:
         call, slots = self.call(run, row, site.inputs)
         if not row.planned and schema is not None and not is_random(schema) and self.fold(site, call):
             return
-        on_host = all(value.on_host or index in row.host for index, value in enumerate(site.inputs))
-        host = on_host and (row.takes_xp or bool(row.host))
+        known = all(value.on_host or index in row.host for index, value in enumerate(site.inputs))
+        host = known and (row.takes_xp or bool(row.host))
         outputs = tuple(
             self.declare(name, site.body, host and row.takes_xp) if name else DROPPED for name in site.outputs
         )
@@ -334,6 +336,9 @@ class _Planner:
 
     def call(self, run: Callable[..., Any], row: Operator, inputs: Sequence[Value]) -> tuple[Call, tuple[int, ...]]:
         """Bind a function to the slots of its inputs, each constant in the form that the operator wants."""
+        if on_host():
+            slots = tuple(self.place(value, host=True) for value in inputs)
+            return bind_host(partial(run, np) if row.takes_xp else run, self.frame, slots), slots
         host = frozenset(row.host)
         if not row.takes_xp:
             slots = tuple(self.place(value, index in host) for index, value in enumerate(inputs))

@@ -92,7 +92,8 @@ class Profile:
             mx.eval(*[array for array in arrays if isinstance(array, mx.array)])
             seconds = time.perf_counter() - start
             on_host = bool(arrays) and not any(isinstance(array, mx.array) for array in arrays)
-            where = choice.name if choice is not None else "host" if on_host else "mlx"
+            place = "host" if on_host and self.plan.place == "mlx" else self.plan.place
+            where = choice.name if choice is not None else place
             types = ", ".join(kind.name if (kind := type_of(array)) else "?" for array in arrays)
             shapes = ", ".join(str(list(array.shape)) for array in arrays)
             nbytes = sum(array.nbytes for array in arrays)

@@ -102,7 +102,8 @@ class Runtime:
     def profile(self, feeds: Mapping[str, Any], path: PathLike | None = None) -> list[dict[str, Any]]:
         """Run once, each step evaluated before the next; return the ten costliest kinds of step, the costliest first.
 
-        A row has op, where ("host", "mlx" or the kernel), type and shape of the results, count, milliseconds and bytes.
+        A row has op, where ("mlx", "host", on a CPU "numpy", or the kernel), type and shape of the results, count,
+        milliseconds and bytes.
         path: where a Chrome trace of every step is written. A step with subgraphs contains the time of theirs.
         """
         with Profile(self.plan) as profile:

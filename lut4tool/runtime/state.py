@@ -57,7 +57,8 @@ class State:
     @property
     def values(self) -> dict[str, Any]:
         """What the next run will get, by input name, as MLX arrays; nothing before the first run."""
-        return {name: _array(value) for name, value in self._held.items()}
+        values = [_array(value) for value in self._held.values()]
+        return dict(zip(self._held, self._runtime.results(values, as_numpy=False), strict=True))
 
     def reset(self) -> None:
         """Forget every carried value."""
@@ -66,7 +67,7 @@ class State:
     def run(self, output_names: Sequence[str] | None, feeds: Mapping[str, Any], as_numpy: bool = True) -> list[Any]:
         """Run once, as Runtime.run does, with the carried values as feeds; keep their successors.
 
-        After an error the carried values are what they were.
+        After an error the carried values are what they were; only a run that took steps of a cache back has lost those.
         """
         held = {**self._held} if self._held else self._empty(feeds)
         held |= {name: feeds[name] for name in self._carry if name in feeds}
@@ -80,7 +81,7 @@ class State:
                 held[name].length = length
             raise
         carried = zip(self._carry, results[len(names) :], strict=True)
-        self._held = {name: held[name] if name in lengths else value for name, value in carried}
+        self._held = {name: held[name] if name in lengths else _apart(value, feeds) for name, value in carried}
         asked = [_array(value) for value in results[: len(names)]]
         return self._runtime.results(asked, as_numpy)
 
@@ -112,6 +113,14 @@ def _zeros(info: ValueInfo, sizes: Mapping[str, int]) -> Any:
 
 def _array(value: Any) -> Any:
     return value.array() if isinstance(value, Cache) else value
+
+
+def _apart(value: Any, feeds: Mapping[str, Any]) -> Any:
+    """A value that is no view of a feed, which its owner may change before the next run."""
+    given = [feed for feed in feeds.values() if isinstance(feed, np.ndarray)]
+    if isinstance(value, np.ndarray) and any(np.may_share_memory(value, feed) for feed in given):
+        return value.copy()
+    return value
 
 
 def _is_in_place(runtime: Runtime, name: str, source: str) -> bool:

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from lut4tool.runtime.backend import mx
-from lut4tool.runtime.dtypes import BY_NUMBER, MLX_OF, Type, to_mx, to_numpy, type_of
+from lut4tool.runtime.dtypes import BY_NUMBER, MLX_OF, Type, to_device, to_numpy, type_of
 from lut4tool.runtime.registry import op
 
 _FLOAT8 = tuple(np.dtype(getattr(ml_dtypes, f"float8_{name}")) for name in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz"))
@@ -65,7 +65,7 @@ def _cast(xp: Any, x: Any, target: Type, saturate: int, round_mode: str) -> Any:
         return x.astype(target.mlx)
     host = to_numpy(x)
     result = convert(host, target.numpy, saturate, round_mode)
-    return result if host.dtype in MLX_OF else to_mx(result)  # only what was a host value by choice stays one
+    return result if host.dtype in MLX_OF else to_device(result)  # only what was a host value by choice stays one
 
 
 @op("Cast", since=6, until=18)
@@ -117,4 +117,4 @@ def bit_cast(xp: Any, x: Any, *, to: int) -> Any:
     target = BY_NUMBER[to]
     if xp is mx and target.mlx is not None and target.mlx != mx.float64 and target.mlx.size == x.dtype.size:
         return x.view(target.mlx)
-    return to_mx(to_numpy(x).view(target.numpy))
+    return to_device(to_numpy(x).view(target.numpy))

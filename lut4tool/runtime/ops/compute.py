@@ -9,34 +9,43 @@ import ml_dtypes
 import numpy as np
 
 from lut4tool.runtime.backend import mx
-from lut4tool.runtime.dtypes import BY_MLX, MLX_OF, to_mx, to_numpy
+from lut4tool.runtime.dtypes import BY_MLX, MLX_OF, TYPES, on_host, to_device, to_mx, to_numpy
+from lut4tool.runtime.ops import codes
 
+_ML_FLOATS = {row.numpy for row in TYPES if "float" in row.name and row.numpy.kind == "V"}
 _HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
 
-def on_host() -> bool:
-    """Whether heavy operators run in NumPy."""
-    # MLX's CPU loops are scalar: 3 to 25 times slower than NumPy's for exp, strided sums, depthwise and 1x1
-    # convolutions, measured; a view of an mx.array is free and the way back copies 13 GB/s.
-    return mx.default_device().type == mx.cpu
+def is_float(value: Any) -> bool:
+    """Whether an array holds floats; to NumPy, bfloat16 and the types below it are no numbers at all."""
+    if isinstance(value, mx.array):
+        return bool(mx.issubdtype(value.dtype, mx.floating))
+    return value.dtype.kind == "f" or value.dtype in _ML_FLOATS
 
 
 def working(*values: Any) -> tuple[Any, ...]:
     """Return (xp, *values) ready to compute: NumPy views on a CPU, mx arrays elsewhere; halves widened to float32.
 
-    Where MLX lacks the type, and for float64, which MLX convolves in float32, all of them are NumPy arrays too. None
-    stays None.
+    Where MLX lacks the type, and for float64, which MLX convolves in float32, all of them are NumPy arrays too; codes
+    of 8 bits and fewer are decoded. None stays None.
     """
     host = on_host() or any(map(_stays, values))
     xp: Any = np if host else mx
-    return xp, *(None if value is None else widened(to_numpy(value) if host else to_mx(value)) for value in values)
+    return xp, *(None if value is None else widened(to_numpy(value) if host else _sent(value)) for value in values)
+
+
+def _sent(value: Any) -> Any:
+    """A value as an mx.array, codes as the float32 numbers that they stand for."""
+    return codes.decode(value) if isinstance(value, np.ndarray) and codes.known(value.dtype) else to_mx(value)
 
 
 def _stays(value: Any) -> bool:
     """Whether a value's type keeps it on the host."""
     if isinstance(value, mx.array):
         return value.dtype == mx.float64
-    return value is not None and (value.dtype == np.float64 or value.dtype not in MLX_OF)
+    if value is None or codes.known(value.dtype):
+        return False
+    return value.dtype == np.float64 or value.dtype not in MLX_OF
 
 
 def widened(value: Any) -> Any:
@@ -47,16 +56,16 @@ def widened(value: Any) -> Any:
 
 
 def finish(value: Any, like: Any) -> Any:
-    """Return a computed value in the type of the ONNX value `like`, as an mx.array where MLX has that type."""
+    """Return a computed value in the type of the ONNX value `like`, where the device has its values."""
     return finish_as(value, numpy_type(like))
 
 
 def finish_as(value: Any, dtype: np.dtype) -> Any:
     """The same for a NumPy type."""
     if isinstance(value, mx.array):
-        return value.astype(MLX_OF[dtype])
+        return value.astype(MLX_OF[dtype]) if dtype in MLX_OF else codes.encode(value, dtype)
     with np.errstate(all="ignore"):  # a half's overflow is the standard's Inf
-        return to_mx(np.asarray(value).astype(dtype, copy=False))
+        return to_device(np.asarray(value).astype(dtype, copy=False))
 
 
 def numpy_type(value: Any) -> np.dtype:

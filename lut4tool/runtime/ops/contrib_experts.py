@@ -12,10 +12,11 @@ import numpy as np
 from lut4tool import kernels
 from lut4tool.formats import QmmWeight
 from lut4tool.runtime import backend
-from lut4tool.runtime.dtypes import to_mx, to_numpy
+from lut4tool.runtime.dtypes import to_numpy
 from lut4tool.runtime.ops.compute import finish, working
 from lut4tool.runtime.ops.contrib_attention import only, refuse_inputs
 from lut4tool.runtime.ops.contrib_weights import decoded_product, unpacked
+from lut4tool.runtime.ops.lut4tool import multiplied
 from lut4tool.runtime.plan import Node
 from lut4tool.runtime.registry import REQUIRED, Unsupported, op
 
@@ -219,7 +220,7 @@ def quantized_mixture_of_experts(node: Node) -> Callable[..., Any]:
             expert, bias = int(expert), inputs[_PLACES[number][2]]
             if _bits(a, number) == 4:
                 weight, choice = packed(inputs, number, expert)
-                y = working(choice.matmul(to_mx(np.ascontiguousarray(rows) if xp is np else rows), weight))[1]
+                y = working(multiplied(rows, weight, choice))[1]
             else:
                 y = working(decoded_product(rows, *_expert(inputs, number, expert, a), _bits(a, number)))[1]
             return y if bias is None else y + working(bias)[1][expert]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lut4tool.runtime.dtypes import numpy_dtype, to_mx
+from lut4tool.runtime.dtypes import numpy_dtype, to_device
 from lut4tool.runtime.ops.compute import finish, finish_as, working
 from lut4tool.runtime.ops.indexing import checked
 from lut4tool.runtime.ops.norm import standard
@@ -83,7 +83,7 @@ def embed_layer_normalization(
         total = total + _embedded(xp, segments, segment_ids)
     y, _, _ = standard(xp, total, (2,), epsilon)
     counts = np.zeros(len(input_ids), np.int32) if mask is None else mask.sum(1, dtype=np.int32)
-    return finish(y * scale + shift, word_embedding), to_mx(counts), finish(total, word_embedding)
+    return finish(y * scale + shift, word_embedding), to_device(counts), finish(total, word_embedding)
 
 
 def _embedded(xp: Any, table: Any, ids: np.ndarray) -> Any:

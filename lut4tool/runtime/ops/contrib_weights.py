@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from lut4tool.formats import FP4, NF4, Lookup4Weight, QmmWeight, dtype_name
-from lut4tool.runtime.backend import mx
-from lut4tool.runtime.dtypes import to_mx
-from lut4tool.runtime.ops.compute import finish, working
+from lut4tool.runtime.dtypes import to_device
+from lut4tool.runtime.ops.compute import finish, numpy_type, working
 from lut4tool.runtime.ops.lut4tool import planned_product
 from lut4tool.runtime.plan import Node
 from lut4tool.runtime.registry import Unsupported, op
@@ -84,7 +83,7 @@ def matmul_nbits(node: Node) -> Callable[..., Any]:
 
     def run(x: Any, packed: np.ndarray, *rest: Any) -> Any:
         if packed.size == 0:
-            y = mx.zeros((*x.shape[:-1], columns), dtype=x.dtype)
+            y = to_device(np.zeros((*x.shape[:-1], columns), numpy_type(x)))
         else:
             y = product(x, packed, *rest[: 2 if product is not decoded else 3])
         return y + rest[3].astype(y.dtype) if has_bias else y
@@ -242,4 +241,4 @@ def gather_block_quantized(
         steps -= np.float32(2 ** (bits - 1))
     values = steps * widen(pick(scales)).astype(np.float32)
     shape = [places.shape[i - axis] if axis <= i < axis + places.ndim else 1 for i in range(values.ndim)]
-    return to_mx(np.where(inside.reshape(shape), values, np.float32(0)).astype(scales.dtype))
+    return to_device(np.where(inside.reshape(shape), values, np.float32(0)).astype(scales.dtype))

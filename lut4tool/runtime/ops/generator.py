@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lut4tool.runtime.backend import mx
-from lut4tool.runtime.dtypes import BY_NUMBER, Type, to_mx, type_of
+from lut4tool.runtime.dtypes import BY_NUMBER, Type, to_device, to_mx, type_of
 from lut4tool.runtime.registry import op
 
 #: A result of at most this many integers stays on the host, where it serves shape arithmetic.
@@ -18,7 +18,7 @@ _SMALL = 64
 
 
 def _placed(value: np.ndarray) -> Any:
-    return value if value.size <= _SMALL and value.dtype.kind in "iub" else to_mx(value)
+    return value if value.size <= _SMALL and value.dtype.kind in "iub" else to_device(value)
 
 
 @op("ConstantOfShape", host=(0,))
@@ -50,11 +50,11 @@ def sequence_stashed(start: Any, limit: Any, delta: Any, *, stash_type: int = 1)
     return _range(start, limit, delta, BY_NUMBER[stash_type].numpy.type if half else start.dtype.type)
 
 
-@op("EyeLike")
+@op("EyeLike", on_host=True)
 def eye_like(x: Any, *, dtype: int | None = None, k: int = 0) -> Any:
     """Ones on diagonal k, of the shape of x and by default of its type."""
     target = _target(dtype, x)
-    return to_mx(np.eye(x.shape[0], x.shape[1], k=k).astype(target.numpy))
+    return to_device(np.eye(x.shape[0], x.shape[1], k=k).astype(target.numpy))
 
 
 def _target(dtype: int | None, like: Any) -> Type:
@@ -74,7 +74,7 @@ def _key(seed: float | None) -> Any:
 def _typed(values: Any, target: Type) -> Any:
     if target.mlx is None or (target.mlx == mx.float64 and mx.default_device().type == mx.gpu):
         return np.array(values).astype(target.numpy)
-    return values.astype(target.mlx)
+    return to_device(values.astype(target.mlx))
 
 
 @op("RandomNormal")
@@ -112,10 +112,10 @@ def random_uniform_like(
 @op("Bernoulli")
 def bernoulli(x: Any, *, dtype: int | None = None, seed: float | None = None) -> Any:
     """1 with the probability given, in x's type by default."""
-    return _typed(mx.random.uniform(shape=x.shape, key=_key(seed)) < x, _target(dtype, x))
+    return _typed(mx.random.uniform(shape=x.shape, key=_key(seed)) < to_mx(x), _target(dtype, x))
 
 
 @op("Multinomial", since=7)
 def multinomial(x: Any, *, dtype: int = 6, sample_size: int = 1, seed: float | None = None) -> Any:
     """[batch, sample_size] classes drawn by unnormalised log probabilities."""
-    return _typed(mx.random.categorical(x, num_samples=sample_size, key=_key(seed)), BY_NUMBER[dtype])
+    return _typed(mx.random.categorical(to_mx(x), num_samples=sample_size, key=_key(seed)), BY_NUMBER[dtype])

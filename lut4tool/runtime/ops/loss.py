@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lut4tool.runtime.backend import mx
+import numpy as np
+
 from lut4tool.runtime.dtypes import to_numpy
+from lut4tool.runtime.ops.compute import finish, working
 from lut4tool.runtime.ops.indexing import checked
 from lut4tool.runtime.ops.math import log_softmax
 from lut4tool.runtime.registry import op
@@ -13,18 +15,16 @@ from lut4tool.runtime.registry import op
 
 def _loss(scores: Any, target: Any, weight: Any, ignore_index: int | None, reduction: str) -> Any:
     """-weight[target] * scores[n, target, ...], ignored targets weighing 0; the mean divides by the weights' sum."""
+    xp, logs, factors = working(scores, weight)
     classes = to_numpy(target)
-    kept = (
-        mx.ones(target.shape, dtype=scores.dtype)
-        if ignore_index is None
-        else (target != ignore_index).astype(scores.dtype)
-    )
-    index = mx.array(checked(classes if ignore_index is None else classes * (classes != ignore_index), scores.shape[1]))
-    weights = kept if weight is None else mx.take(weight, index) * kept
-    losses = -mx.take_along_axis(scores, mx.expand_dims(index, 1), axis=1).squeeze(1) * weights
-    if reduction == "none":
-        return losses
-    return losses.sum() / weights.sum() if reduction == "mean" else losses.sum()
+    counted = classes != ignore_index if ignore_index is not None else np.ones(classes.shape, np.bool_)
+    index = xp.array(checked(np.where(counted, classes, 0), scores.shape[1]))
+    kept = xp.array(counted).astype(logs.dtype)
+    weights = kept if factors is None else xp.take(factors, index) * kept
+    losses = -xp.take_along_axis(logs, xp.expand_dims(index, 1), axis=1).squeeze(1) * weights
+    if reduction == "mean":
+        losses = losses.sum() / weights.sum()
+    return finish(losses.sum() if reduction == "sum" else losses, scores)
 
 
 @op("NegativeLogLikelihoodLoss")

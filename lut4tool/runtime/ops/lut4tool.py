@@ -10,8 +10,9 @@ import numpy as np
 
 from lut4tool import kernels
 from lut4tool.formats import DOMAIN, DTYPE_NAME, LOOKUP4_MATMUL, QMM, Lookup4Weight, QmmWeight
-from lut4tool.kernels import MLX_FLOAT
 from lut4tool.runtime import backend
+from lut4tool.runtime.dtypes import to_device, to_mx
+from lut4tool.runtime.ops.compute import numpy_type
 from lut4tool.runtime.plan import Node
 from lut4tool.runtime.registry import Unsupported, op
 
@@ -99,8 +100,8 @@ def planned_product(node: Node, make: Callable[..., Weight], dtype: str | None =
 
 def _matmul(x: Any, dtype: str, weight: Weight, choice: kernels.Choice) -> Any:
     """MatMul's shapes: the leading dimensions of X are rows; an X of rank 1 is one row, which Y does not keep."""
-    if x.dtype != MLX_FLOAT[dtype]:
-        raise TypeError(f"X is {x.dtype}, the node wants {dtype}")
+    if numpy_type(x).name != dtype:
+        raise TypeError(f"X is {numpy_type(x).name}, the node wants {dtype}")
     depth, columns = weight.shape if isinstance(weight, Lookup4Weight) else (weight.K, weight.N)
     if x.ndim == 0 or x.shape[-1] != depth:
         raise ValueError(f"X of shape {list(x.shape)} does not end in K = {depth}")
@@ -108,4 +109,9 @@ def _matmul(x: Any, dtype: str, weight: Weight, choice: kernels.Choice) -> Any:
     rows = 1
     for size in leading:
         rows *= size
-    return choice.matmul(x.reshape(rows, depth), weight).reshape(*leading, columns)
+    return multiplied(x.reshape(rows, depth), weight, choice).reshape(*leading, columns)
+
+
+def multiplied(x: Any, weight: Weight, choice: kernels.Choice) -> Any:
+    """The product of x [M, K] by a kernel; kernels take and give MLX arrays."""
+    return to_device(choice.matmul(to_mx(x), weight))

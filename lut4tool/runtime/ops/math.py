@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lut4tool.runtime.backend import mx
-from lut4tool.runtime.ops.compute import computed, on_device
+from lut4tool.runtime.ops.compute import computed, is_float, on_device
 from lut4tool.runtime.registry import op
 
 # ONNX name -> (name that NumPy and MLX share, first version without the attribute consumed_inputs).
@@ -84,7 +84,7 @@ def reciprocal(xp: Any, x: Any) -> Any:
 
 def divide(xp: Any, a: Any, b: Any) -> Any:
     """Return a / b in the operands' type; integers truncate toward zero, where MLX gives floats and `//` floors."""
-    if xp.issubdtype(a.dtype, xp.floating):
+    if is_float(a):
         return a / b
     if xp.issubdtype(a.dtype, xp.unsignedinteger):
         return a // b
@@ -102,7 +102,7 @@ def mod(xp: Any, a: Any, b: Any, *, fmod: int = 0) -> Any:
     """The divisor's sign (fmod 0, Python's %) or the dividend's (fmod 1), which MLX has no function for."""
     if not fmod:
         rest = xp.remainder(a, b)
-        if not xp.issubdtype(a.dtype, xp.floating):
+        if not is_float(a):
             return rest
         rest = xp.where(rest == 0, xp.where(b < 0, -xp.zeros_like(rest), xp.zeros_like(rest)), rest)
         return xp.where(xp.isinf(b) & ~xp.isinf(a), xp.where((a < 0) == (b < 0), a, xp.where(a == 0, rest, b)), rest)
@@ -115,10 +115,10 @@ def mod(xp: Any, a: Any, b: Any, *, fmod: int = 0) -> Any:
 @op("Pow", since=7)
 def power(xp: Any, x: Any, y: Any) -> Any:
     """Return x ** y in x's type, any type of y since 12; a negative power of an integer truncates to 0, 1 or -1."""
-    if xp.issubdtype(x.dtype, xp.floating):
+    if is_float(x):
         y = y.astype(x.dtype)
         return x**y if xp is np else computed(lambda xp, x, y: x**y, x, y)
-    if xp.issubdtype(y.dtype, xp.floating):
+    if is_float(y):
         return xp.power(x.astype(y.dtype), y).astype(x.dtype)
     powers = xp.power(x, xp.maximum(y, 0).astype(x.dtype))
     if xp.issubdtype(y.dtype, xp.unsignedinteger):
@@ -354,7 +354,7 @@ def _top(xp: Any, x: Any, k: int, axis: int, largest: int) -> tuple[Any, Any]:
         raise ValueError(f"k is {k}, but axis {axis} has {x.shape[axis]} elements")
     key = x
     if largest:
-        key = -x if xp.issubdtype(x.dtype, xp.floating) else ~x
+        key = -x if is_float(x) else ~x
     axis += x.ndim if axis < 0 else 0
     first = tuple(slice(k) if place == axis else slice(None) for place in range(x.ndim))
     index = (np.argsort(key, axis=axis, kind="stable") if xp is np else mx.argsort(key, axis=axis))[first]

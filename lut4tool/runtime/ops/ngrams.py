@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from lut4tool.runtime.dtypes import to_mx
+from lut4tool.runtime.dtypes import to_device
 from lut4tool.runtime.registry import op
 
 
-@op("TfIdfVectorizer", host=(0,))
+@op("TfIdfVectorizer", host=(0,), on_host=True)
 def tf_idf_vectorizer(
     x: Any, *, max_gram_length: int, max_skip_count: int, min_gram_length: int, mode: str, ngram_counts: Sequence[int],
     ngram_indexes: Sequence[int], pool_int64s: Sequence[int] | None = None, pool_strings: Sequence[Any] | None = None,
@@ -30,7 +30,7 @@ def tf_idf_vectorizer(
     if weights is not None:
         scale[np.asarray(ngram_indexes)] = weights
     values = {"TF": counts, "IDF": (counts > 0) * scale, "TFIDF": counts * scale}[mode]
-    return to_mx(values.reshape(*x.shape[:-1], -1) if x.ndim else values[0])
+    return to_device(values.reshape(*x.shape[:-1], -1) if x.ndim else values[0])
 
 
 def _pool(items: Sequence[Any], starts: Sequence[int]) -> dict[tuple[Any, ...], int]:

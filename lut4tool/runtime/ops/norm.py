@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lut4tool.runtime.dtypes import numpy_dtype, to_mx, to_numpy
+from lut4tool.runtime.dtypes import numpy_dtype, to_device, to_numpy
 from lut4tool.runtime.ops.compute import finish, finish_as, numpy_type, working
 from lut4tool.runtime.registry import op
 
@@ -140,21 +140,21 @@ def dropout(data: Any, ratio: Any = None, training_mode: Any = None, *, seed: in
     """Identity with a mask of true unless training; there NumPy's generator makes a seeded mask the same everywhere."""
     rate = 0.5 if ratio is None else float(ratio)
     if training_mode is None or not bool(training_mode) or rate == 0:
-        return data, to_mx(np.ones(data.shape, np.bool_))
+        return data, to_device(np.ones(data.shape, np.bool_))
     mask = np.random.RandomState(seed).uniform(0, 1, data.shape) >= rate
-    return finish(to_numpy(data) * mask / np.asarray(1 - rate, np.float32), data), to_mx(mask)
+    return finish(to_numpy(data) * mask / np.asarray(1 - rate, np.float32), data), to_device(mask)
 
 
 @op("Dropout", since=10, until=11)
 def dropout_inference(data: Any, *, ratio: float = 0.5) -> Any:
     """Identity, and a mask of true."""
-    return data, to_mx(np.ones(data.shape, np.bool_))
+    return data, to_device(np.ones(data.shape, np.bool_))
 
 
 @op("Dropout", since=7, until=9)
 def dropout_inference_before_10(data: Any, *, ratio: float = 0.5) -> Any:
     """Identity, and a mask of ones in the data's own type."""
-    return data, to_mx(np.ones(data.shape, numpy_type(data)))
+    return data, to_device(np.ones(data.shape, numpy_type(data)))
 
 
 @op("Flatten")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lut4tool.runtime.dtypes import to_mx, to_numpy
+from lut4tool.runtime.dtypes import to_device, to_numpy
 from lut4tool.runtime.ops.compute import finish, working
 from lut4tool.runtime.registry import op
 
@@ -29,7 +29,7 @@ def _overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
     return np.where(union > 0, common / np.where(union > 0, union, 1), 0)
 
 
-@op("NonMaxSuppression", since=10, host=(0, 1, 2, 3, 4))
+@op("NonMaxSuppression", since=10, host=(0, 1, 2, 3, 4), on_host=True)
 def non_max_suppression(
     boxes: Any, scores: Any, max_output_boxes_per_class: Any = None, iou_threshold: Any = None,
     score_threshold: Any = None, *, center_point_box: int = 0,
@@ -48,7 +48,7 @@ def non_max_suppression(
             best, left, kept = left[0], left[1:], kept + 1
             rows.append((batch, label, best))
             left = left[_overlap(corners[best], corners[left]) <= overlap]
-    return to_mx(np.array(rows, np.int64).reshape(-1, 3))
+    return to_device(np.array(rows, np.int64).reshape(-1, 3))
 
 
 def _taps(at: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -60,7 +60,7 @@ def _taps(at: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return low, high, (1 - (at - low)) * inside, (at - low) * inside
 
 
-@op("RoiAlign", since=16, host=(1, 2))
+@op("RoiAlign", since=16, host=(1, 2), on_host=True)
 def roi_align(
     x: Any, rois: Any, batch_indices: Any, *, coordinate_transformation_mode: str = "half_pixel", mode: str = "avg",
     output_height: int = 1, output_width: int = 1, sampling_ratio: int = 0, spatial_scale: float = 1.0,
@@ -98,7 +98,7 @@ def roi_align(
     return finish(y, x)
 
 
-@op("RoiAlign", since=10, until=15, host=(1, 2))
+@op("RoiAlign", since=10, until=15, host=(1, 2), on_host=True)
 def roi_align_before_16(
     x: Any, rois: Any, batch_indices: Any, *, mode: str = "avg", output_height: int = 1, output_width: int = 1,
     sampling_ratio: int = 0, spatial_scale: float = 1.0,
@@ -111,7 +111,7 @@ def roi_align_before_16(
     )  # fmt: skip
 
 
-@op("MaxRoiPool", host=(1,))
+@op("MaxRoiPool", host=(1,), on_host=True)
 def max_roi_pool(x: Any, rois: Any, *, pooled_shape: Sequence[int], spatial_scale: float = 1.0) -> Any:
     """The largest pixel of each cell of each region (batch, x1, y1, x2, y2), both ends rounded and included."""
     _, data = working(x)

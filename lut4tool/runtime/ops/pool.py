@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lut4tool.runtime.dtypes import to_mx, to_numpy
+from lut4tool.runtime.dtypes import to_device, to_numpy
 from lut4tool.runtime.ops.compute import finish, numpy_type, working
 from lut4tool.runtime.ops.window import Ints, Window, pad, views, window
 from lut4tool.runtime.registry import op
@@ -39,7 +39,7 @@ def max_pool(
         return finish(_reduce(padded, grid, xp.maximum), x)
     flat = views(np.ascontiguousarray(to_numpy(padded)), grid)
     flat = flat.reshape(*flat.shape[:2], prod(grid.kernel), *grid.out)
-    return finish(flat.max(2), x), to_mx(_indices(flat.argmax(2), grid, storage_order))
+    return finish(flat.max(2), x), to_device(_indices(flat.argmax(2), grid, storage_order))
 
 
 def _indices(best: np.ndarray, grid: Window, storage_order: int) -> np.ndarray:
@@ -135,4 +135,4 @@ def max_unpool(
     image.reshape(-1)[indices.reshape(-1)] = to_numpy(x).reshape(-1)
     if output_shape is not None:
         image = np.pad(image, [(0, int(wide) - own) for wide, own in zip(output_shape, natural, strict=True)])
-    return to_mx(image)
+    return to_device(image)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lut4tool.runtime.backend import mx
-from lut4tool.runtime.dtypes import to_mx, to_numpy
+from lut4tool.runtime.dtypes import to_device, to_numpy
 from lut4tool.runtime.ops.compute import finish, working
 from lut4tool.runtime.registry import op
 
@@ -63,13 +63,13 @@ def integer_product(a: Any, b: Any, a_zero_point: Any = None, b_zero_point: Any 
     return total
 
 
-@op("MatMulInteger")
+@op("MatMulInteger", on_host=True)
 def matmul_integer(a: Any, b: Any, a_zero_point: Any = None, b_zero_point: Any = None) -> Any:
     """int8 or uint8 operands less their zero points, accumulated exactly in int32."""
-    return to_mx(np.asarray(integer_product(a, b, a_zero_point, b_zero_point)))
+    return to_device(np.asarray(integer_product(a, b, a_zero_point, b_zero_point)))
 
 
-@op("QLinearMatMul")
+@op("QLinearMatMul", on_host=True)
 def qlinear_matmul(
     a: Any, a_scale: Any, a_zero_point: Any, b: Any, b_scale: Any, b_zero_point: Any, y_scale: Any, y_zero_point: Any
 ) -> Any:
@@ -82,7 +82,7 @@ def qlinear_matmul(
         total = to_numpy(integer_product(a, b, a_zero_point, b_zero_point))
         limits = np.iinfo(zero.dtype)
         steps = np.rint(total * (scales[0] * scales[1] / scales[2])) + zero.astype(np.float32)
-        return to_mx(np.clip(steps, limits.min, limits.max).astype(zero.dtype))
+        return to_device(np.clip(steps, limits.min, limits.max).astype(zero.dtype))
     left = (to_numpy(a).astype(np.float32) - to_numpy(a_zero_point).astype(np.float32)) * scales[0]
     right = (to_numpy(b).astype(np.float32) - to_numpy(b_zero_point).astype(np.float32)) * scales[1]
     return (left @ right / scales[2] + zero.astype(np.float32)).astype(zero.dtype)
@@ -102,7 +102,7 @@ def einsum(*inputs: Any, equation: str) -> Any:
     return finish(mx.einsum(equation, *values), inputs[0])
 
 
-@op("Det")
+@op("Det", on_host=True)
 def det(x: Any) -> Any:
     """The determinant of each matrix; MLX has none."""
     return finish(np.linalg.det(to_numpy(x)), x)

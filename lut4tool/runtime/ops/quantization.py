@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from lut4tool.runtime.dtypes import MLX_OF, numpy_dtype, to_mx, to_numpy
+from lut4tool.runtime.dtypes import MLX_OF, numpy_dtype, to_device, to_numpy
 from lut4tool.runtime.ops.compute import finish, finish_as, numpy_type, working
 from lut4tool.runtime.ops.conv import convolve_host
 from lut4tool.runtime.ops.window import Ints, window
@@ -114,7 +114,7 @@ def conv_integer(
 ) -> Any:  # fmt: skip
     """Exact int32; the padding stands for x's zero point."""
     grid = window(x.shape[2:], w.shape[2:], strides, dilations, pads, auto_pad)
-    return to_mx(_integer_conv(x, w, x_zero_point, w_zero_point, group, grid).astype(np.int64).astype(np.int32))
+    return to_device(_integer_conv(x, w, x_zero_point, w_zero_point, group, grid).astype(np.int64).astype(np.int32))
 
 
 @op("QLinearConv", host=tuple(range(9)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from lut4tool.runtime.ops.compute import on_device
+from lut4tool.runtime.ops.compute import is_float, on_device
 from lut4tool.runtime.ops.indexing import positive
 from lut4tool.runtime.registry import op
 
@@ -22,7 +22,7 @@ def _sum(xp: Any, x: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
 def _mean(xp: Any, x: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
     total = _sum(xp, x, axes, keepdims)
     count = _count(x, axes)
-    if xp.issubdtype(x.dtype, xp.floating):
+    if is_float(x):
         return total / count if count else total * float("nan")
     return xp.where(total < 0, -(-total // count), total // count)
 
@@ -32,7 +32,7 @@ def _prod(xp: Any, x: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
 
 
 def _log_sum_exp(xp: Any, x: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
-    if not xp.issubdtype(x.dtype, xp.floating):
+    if not is_float(x):
         x = x.astype(xp.float32)
     if not _count(x, axes):
         return xp.log(_sum(xp, x, axes, keepdims))
@@ -46,7 +46,7 @@ def _extreme(function: str, xp: Any, x: Any, axes: tuple[int, ...], keepdims: bo
     if _count(x, axes):
         return getattr(xp, function)(x, axis=axes, keepdims=keepdims)
     low = function == "max"
-    if xp.issubdtype(x.dtype, xp.floating):
+    if is_float(x):
         nothing: Any = -float("inf") if low else float("inf")
     elif xp.issubdtype(x.dtype, xp.integer):
         nothing = xp.iinfo(x.dtype).min if low else xp.iinfo(x.dtype).max

@@ -8,43 +8,43 @@ from typing import Any
 import numpy as np
 
 from lut4tool.runtime.backend import mx
-from lut4tool.runtime.dtypes import to_mx, to_numpy
+from lut4tool.runtime.dtypes import to_device, to_numpy
 from lut4tool.runtime.plan import Node
 from lut4tool.runtime.registry import op
 
 
-@op("SequenceConstruct", since=11)
+@op("SequenceConstruct", since=11, on_host=True)
 def sequence_construct(*inputs: Any) -> list[Any]:
     """The inputs, in order."""
     return list(inputs)
 
 
-@op("SequenceEmpty", since=11)
+@op("SequenceEmpty", since=11, on_host=True)
 def sequence_empty(*, dtype: int | None = None) -> list[Any]:
     """An empty list needs no type."""
     return []
 
 
-@op("SequenceLength", since=11)
+@op("SequenceLength", since=11, on_host=True)
 def sequence_length(sequence: list[Any]) -> np.ndarray:
     """An int64 scalar."""
     return np.array(len(sequence), np.int64)
 
 
-@op("SequenceAt", since=11, host=(1,))
+@op("SequenceAt", since=11, host=(1,), on_host=True)
 def sequence_at(sequence: list[Any], position: np.ndarray) -> Any:
     """A negative position counts from the end."""
     return sequence[_position(position, len(sequence))]
 
 
-@op("SequenceErase", since=11, host=(1,))
+@op("SequenceErase", since=11, host=(1,), on_host=True)
 def sequence_erase(sequence: list[Any], position: np.ndarray | None = None) -> list[Any]:
     """Without a position, the last one goes."""
     at = _position(np.array(-1) if position is None else position, len(sequence))
     return sequence[:at] + sequence[at + 1 :]
 
 
-@op("SequenceInsert", since=11, host=(2,))
+@op("SequenceInsert", since=11, host=(2,), on_host=True)
 def sequence_insert(sequence: list[Any], tensor: Any, position: np.ndarray | None = None) -> list[Any]:
     """Without a position, at the end; the position may be the length."""
     length = len(sequence)
@@ -59,7 +59,7 @@ def _position(position: np.ndarray, length: int, last: int | None = None) -> int
     return at + length if at < 0 else at
 
 
-@op("SplitToSequence", since=11, host=(1,))
+@op("SplitToSequence", since=11, host=(1,), on_host=True)
 def split_to_sequence(
     xp: Any, x: Any, split: np.ndarray | None = None, *, axis: int = 0, keepdims: int = 1
 ) -> list[Any]:
@@ -82,16 +82,16 @@ def _split(xp: Any, x: Any, at: Sequence[int], axis: int) -> list[Any]:
     return list(xp.split(x, list(at), axis=axis))
 
 
-@op("ConcatFromSequence", since=11)
+@op("ConcatFromSequence", since=11, on_host=True)
 def concat_from_sequence(sequence: list[Any], *, axis: int, new_axis: int = 0) -> Any:
     """Joined along an axis, or stacked along a new one."""
     on_device = any(isinstance(part, mx.array) for part in sequence)
     xp: Any = mx if on_device else np
-    parts = [to_mx(part) if on_device else to_numpy(part) for part in sequence]
+    parts = [to_device(part) if on_device else to_numpy(part) for part in sequence]
     return xp.stack(parts, axis=axis) if new_axis else xp.concatenate(parts, axis=axis)
 
 
-@op("SequenceMap", since=17, planned=True)
+@op("SequenceMap", since=17, planned=True, on_host=True)
 def sequence_map(node: Node) -> Callable[..., Any]:
     """The body runs on the elements at each position of the sequences; a tensor is the same at every position."""
     body = node.attributes["body"]
@@ -106,19 +106,19 @@ def sequence_map(node: Node) -> Callable[..., Any]:
     return run
 
 
-@op("Optional", since=15)
+@op("Optional", since=15, on_host=True)
 def optional(value: Any = None, *, type: Any = None) -> Any:
     """The value, or none of that type."""
     return value
 
 
-@op("OptionalHasElement", since=15)
+@op("OptionalHasElement", since=15, on_host=True)
 def optional_has_element(value: Any = None) -> np.ndarray:
     """A boolean scalar."""
     return np.array(value is not None)
 
 
-@op("OptionalGetElement", since=15)
+@op("OptionalGetElement", since=15, on_host=True)
 def optional_get_element(value: Any) -> Any:
     """From version 18 a value that is no optional passes as it is."""
     if value is None:

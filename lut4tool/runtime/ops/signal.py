@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lut4tool.runtime.dtypes import BY_NUMBER, to_mx
+from lut4tool.runtime.dtypes import BY_NUMBER, to_device
 from lut4tool.runtime.ops.compute import finish, working
 from lut4tool.runtime.registry import op
 
@@ -60,7 +60,7 @@ def stft(signal: Any, frame_step: Any, window: Any = None, frame_length: Any = N
     return finish(_parts(xp, found[..., : size // 2 + 1] if onesided else found), signal)
 
 
-@op("MelWeightMatrix", host=(0, 1, 2, 3, 4))
+@op("MelWeightMatrix", host=(0, 1, 2, 3, 4), on_host=True)
 def mel_weight_matrix(
     num_mel_bins: Any, dft_length: Any, sample_rate: Any, lower_edge_hertz: Any, upper_edge_hertz: Any,
     *, output_datatype: int = 1,
@@ -74,4 +74,4 @@ def mel_weight_matrix(
     rising = np.where(peak > start, (bins - start) / np.maximum(peak - start, 1), bins == peak)
     falling = (end - bins) / np.maximum(end - peak, 1)
     weights = np.where((bins >= start) & (bins <= peak), rising, np.where((bins > peak) & (bins < end), falling, 0))
-    return to_mx(weights.astype(BY_NUMBER[output_datatype].numpy))
+    return to_device(weights.astype(BY_NUMBER[output_datatype].numpy))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lut4tool.runtime.cache import Cache
-from lut4tool.runtime.dtypes import to_mx
+from lut4tool.runtime.dtypes import to_device
 from lut4tool.runtime.ops.indexing import checked, positive
 from lut4tool.runtime.registry import op
 
@@ -353,4 +353,4 @@ def unique(x: Any, *, axis: int | None = None, sorted: int = 1) -> Any:
         values = np.take(values, order, axis=axis or 0)
         first, counts, inverse = first[order], counts[order], rank[inverse]
     integers = (part.reshape(-1).astype(np.int64) for part in (first, inverse, counts))
-    return (to_mx(values), *integers)
+    return (to_device(values), *integers)

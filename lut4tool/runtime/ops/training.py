@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lut4tool.runtime.backend import mx
 from lut4tool.runtime.registry import op
 
 DOMAIN = "ai.onnx.preview.training"
@@ -23,41 +22,44 @@ def _flat(results: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 @op("Adagrad", domain=DOMAIN)
 def adagrad(
-    r: Any, t: Any, *inputs: Any, norm_coefficient: float = 0.0, decay_factor: float = 0.0, epsilon: float = 1e-6
-) -> Any:
+    xp: Any, r: Any, t: Any, *inputs: Any, norm_coefficient: float = 0.0, decay_factor: float = 0.0,
+    epsilon: float = 1e-6,
+) -> Any:  # fmt: skip
     """X and H anew from X, G, H: the step shrinks with the sum of squared gradients."""
     rate = r / (1 + t.astype(r.dtype) * decay_factor)
 
     def step(x: Any, g: Any, h: Any) -> tuple[Any, Any]:
         g = norm_coefficient * x + g
         h = h + g * g
-        return x - rate * g / (mx.sqrt(h) + epsilon), h
+        return x - rate * g / (xp.sqrt(h) + epsilon), h
 
     return _flat([step(*group) for group in _groups(inputs, 3)])
 
 
 @op("Adam", domain=DOMAIN)
 def adam(
-    r: Any, t: Any, *inputs: Any, alpha: float = 0.9, beta: float = 0.999, epsilon: float = 1e-6,
+    xp: Any, r: Any, t: Any, *inputs: Any, alpha: float = 0.9, beta: float = 0.999, epsilon: float = 1e-6,
     norm_coefficient: float = 0.0, norm_coefficient_post: float = 0.0,
 ) -> Any:  # fmt: skip
     """X, V and H anew from X, G, V, H; the averages are corrected for their start where t > 0."""
     steps = t.astype(r.dtype)
-    rate = mx.where(t > 0, r * mx.sqrt(1 - mx.power(beta, steps)) / (1 - mx.power(alpha, steps)), r)
+    rate = xp.where(t > 0, r * xp.sqrt(1 - xp.power(beta, steps)) / (1 - xp.power(alpha, steps)), r)
 
     def step(x: Any, g: Any, v: Any, h: Any) -> tuple[Any, Any, Any]:
         g = norm_coefficient * x + g
         v = alpha * v + (1 - alpha) * g
         h = beta * h + (1 - beta) * g * g
-        return (1 - norm_coefficient_post) * (x - rate * v / (mx.sqrt(h) + epsilon)), v, h
+        return (1 - norm_coefficient_post) * (x - rate * v / (xp.sqrt(h) + epsilon)), v, h
 
     return _flat([step(*group) for group in _groups(inputs, 4)])
 
 
 @op("Momentum", domain=DOMAIN)
-def momentum(r: Any, t: Any, *inputs: Any, alpha: float, beta: float, mode: str, norm_coefficient: float) -> Any:
+def momentum(
+    xp: Any, r: Any, t: Any, *inputs: Any, alpha: float, beta: float, mode: str, norm_coefficient: float
+) -> Any:
     """X and V anew from X, G, V, standard or Nesterov; beta is 1 at the first step."""
-    share = mx.where(t > 0, beta, 1.0).astype(r.dtype)
+    share = xp.where(t > 0, beta, 1.0).astype(r.dtype)
 
     def step(x: Any, g: Any, v: Any) -> tuple[Any, Any]:
         g = norm_coefficient * x + g
