@@ -20,7 +20,7 @@ from lut4tool.runtime.registry import NEWEST, Operator
 
 registry.load()
 
-#: Versions below this are not claimed: their broadcasting and test modes are attributes of their own.
+#: Versions below this are not promised: their broadcasting and test modes are attributes of their own (ops/early.py).
 OLDEST = 7
 STANDARD = {"", "ai.onnx.ml", "ai.onnx.preview.training"}
 
@@ -41,10 +41,10 @@ def row_id(row: Operator) -> str:
 
 
 def schemas_in(row: Operator) -> list[OpSchema]:
-    """Every schema in force at some version of the row's range, oldest first, from the standard's version OLDEST on."""
+    """Every schema in force at some version of the row's range, oldest first, from OLDEST on where it goes so far."""
     history = [s for s in onnx.defs.get_all_schemas_with_history() if (s.domain, s.name) == (row.domain, row.name)]
     history.sort(key=lambda schema: schema.since_version)
-    start = max(row.since, OLDEST) if row.domain == "" else row.since
+    start = max(row.since, OLDEST) if row.domain == "" and row.until >= OLDEST else row.since
     nexts = [schema.since_version for schema in history[1:]] + [NEWEST + 1]
     return [s for s, after in zip(history, nexts, strict=True) if s.since_version <= row.until and after > start]
 

@@ -17,7 +17,9 @@ wanted as NumPy arrays. `planned=True` marks a function that is called once, whi
 the callable that runs, which takes the inputs as any operator does: for control flow and prepared weights. `check` is
 called with that Node too, and raises Unsupported for attributes and inputs that a function takes but does not serve;
 its docstring says what those are. `on_host=True` marks a function that computes on the host on any device: what its
-result holds decides its shape, or it works on strings, sequences, images, tables.
+result holds decides its shape, or it works on strings, sequences, images, tables (2: only where a node asks for two
+outputs). So does any function on values of types that MLX lacks, but for one marked `codes=True`, which has MLX convert
+the types of a byte and less. `shape=True` marks one whose result says how large something is, always a host value.
 
 A function may raise Unsupported while planning (planned ones) and any exception while running: the run names the node.
 """
@@ -54,7 +56,9 @@ class Operator:
     host: tuple[int, ...] = ()
     planned: bool = False
     check: Callable[[Any], None] | None = None
-    on_host: bool = False
+    on_host: int = 0
+    shape: bool = False
+    codes: bool = False
 
     @cached_property
     def inputs(self) -> tuple[inspect.Parameter, ...]:
@@ -97,7 +101,9 @@ def op(
     host: tuple[int, ...] = (),
     planned: bool = False,
     check: Callable[[Any], None] | None = None,
-    on_host: bool = False,
+    on_host: int = 0,
+    shape: bool = False,
+    codes: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function for versions since..until (both included) of one or more operators."""
 
@@ -106,7 +112,7 @@ def op(
             rows = _TABLE.setdefault((domain, name), [])
             if any(row.since <= until and since <= row.until for row in rows):
                 raise ValueError(f"{domain}::{name} {since} to {until} overlaps a registered range")
-            rows.append(Operator(domain, name, since, until, run, host, planned, check, on_host))
+            rows.append(Operator(domain, name, since, until, run, host, planned, check, on_host, shape, codes))
         return run
 
     return register

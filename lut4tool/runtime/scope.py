@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 
 from lut4tool.runtime.binding import Frame
+from lut4tool.runtime.dtypes import type_of
 from lut4tool.runtime.graph import ABSENT, DROPPED, Graph, Step
 
 #: Constants of at most this many elements are host values, so that shape arithmetic stays on the host.
@@ -33,18 +34,28 @@ class Constant:
 class Value:
     """What a name stands for: a slot that steps write, a constant, or neither: an absent input.
 
-    host: known to be a host value; unknown: what defines it has a problem of its own.
+    host: known to be a host value; unknown: what defines it has a problem of its own; kind: its type as ONNX writes it,
+    None where that is not known.
     """
 
     slot: int = ABSENT
     constant: Constant | None = None
     host: bool = False
     unknown: bool = False
+    kind: str | None = None
 
     @property
     def absent(self) -> bool:
         """Whether it is an input that the node leaves out."""
         return self.slot == ABSENT and self.constant is None
+
+    @property
+    def type(self) -> str | None:
+        """The type as ONNX writes it, None where it is not known."""
+        if self.constant is None:
+            return self.kind
+        element = type_of(self.constant.value)
+        return f"tensor({element.name})" if element else None
 
     @property
     def small(self) -> bool:
