@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from functools import cache
 
 import mlx.core as mx
@@ -24,7 +25,7 @@ KERNELS = ("gemv", "tile", "decode")
 
 #: The largest M that a kernel serves, by x's type; not measured yet (no Mac was at hand). In float32 a dense product
 #: of MLX is not within the bound, so that it is only made where it is asked for.
-LARGEST_M = {
+LARGEST_M: Mapping[str, Mapping[mx.Dtype, int | None]] = {
     "gemv": {mx.float32: 8, mx.float16: 8, mx.bfloat16: 8},
     "tile": {mx.float32: None, mx.float16: 256, mx.bfloat16: 256},
 }

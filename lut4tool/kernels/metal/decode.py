@@ -28,20 +28,20 @@ for (uint i = 0; i < WORDS; ++i) {
   uint count = uint(min(ulong(8), total - first));
   float weights[8];
   if (BLOCK % 8 == 0 && count == 8) {
-    uint block = uint(word) / (BLOCK / 8);
+    uint block = block_of_word<BLOCK>(word);
     float scale = float(scales[block]);
     float zero = AFFINE ? float(levels[ONE_ZERO ? 0 : block]) : 0.0f;
     uint codes = packed[word];
-    for (uint byte = 0; byte < 4; ++byte) {
+    UNROLL for (uint byte = 0; byte < 4; ++byte) {
       uint two = (codes >> (8 * byte)) & 255;
       float2 both = AFFINE ? float2(float(W(float(two & 15) - zero)), float(W(float(two >> 4) - zero)))
                            : pairs[AFFINE ? 0 : two];
       weights[2 * byte] = both.x * scale;
       weights[2 * byte + 1] = both.y * scale;
     }
-    for (uint half_word = 0; half_word < 2; ++half_word) {
+    UNROLL for (uint half_word = 0; half_word < 2; ++half_word) {
       vec<W, 4> four = vec<W, 4>(W(0.0f));
-      for (uint j = 0; j < 4; ++j) four[j] = W(weights[4 * half_word + j]);
+      UNROLL for (uint j = 0; j < 4; ++j) four[j] = W(weights[4 * half_word + j]);
       ((device vec<W, 4>*)w)[2 * word + half_word] = four;
     }
   } else {

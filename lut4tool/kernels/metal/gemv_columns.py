@@ -34,7 +34,7 @@ for (uint start = part * depth; start < stop; start += 32 / LANES * LINES_OF_LAN
   float scale[LINES_OF_LANE];
   bool live[LINES_OF_LANE];
   float values[ROWS][LINES_OF_LANE];
-  for (uint i = 0; i < LINES_OF_LANE; ++i) {
+  UNROLL for (uint i = 0; i < LINES_OF_LANE; ++i) {
     uint k = start + i * (32 / LANES) + lane / LANES;
     live[i] = k < stop && n0 < N;
     line[i] = ulong(k) * N + n0;
@@ -44,14 +44,15 @@ for (uint start = part * depth; start < stop; start += 32 / LANES * LINES_OF_LAN
       if (WORDS == 4) chunk[i] = ((const device uint4*)packed)[line[i] / 32];
       else chunk[i].xy = ((const device uint2*)packed)[line[i] / 16];
     }
-    for (uint m = 0; m < ROWS; ++m)
+    UNROLL for (uint m = 0; m < ROWS; ++m)
       values[m][i] = live[i] ? float(x[ulong(min(m0 + m, M - 1)) * K + k]) : 0.0f;
   }
-  for (uint word = 0; word < WORDS; ++word) {
+  UNROLL for (uint word = 0; word < WORDS; ++word) {
     float weights[LINES_OF_LANE][8];
-    for (uint i = 0; i < LINES_OF_LANE; ++i) {
+    UNROLL for (uint i = 0; i < LINES_OF_LANE; ++i) {
       if (ALIGNED) {
-        if (live[i] && (word == 0 || BLOCK % 32 != 0)) scale[i] = float(scales[uint(line[i] / 8 + word) / (BLOCK / 8)]);
+        if (live[i] && (word == 0 || BLOCK % 32 != 0))
+          scale[i] = float(scales[block_of_word<BLOCK>(line[i] / 8 + word)]);
         weights_of_word<W, false, HIGH_FIRST>(chunk[i][word], table, 0.0f, scale[i], weights[i]);
       } else {
         uint count = live[i] && n0 + 8 * word < N ? min(8u, N - n0 - 8 * word) : 0;
@@ -59,10 +60,10 @@ for (uint start = part * depth; start < stop; start += 32 / LANES * LINES_OF_LAN
             line[i] + 8 * word, count, packed, scales, levels, table, weights[i]);
       }
     }
-    for (uint m = 0; m < ROWS; ++m) {
-      for (uint c = 0; c < 8; ++c) {
+    UNROLL for (uint m = 0; m < ROWS; ++m) {
+      UNROLL for (uint c = 0; c < 8; ++c) {
         float term = 0.0f;
-        for (uint i = 0; i < LINES_OF_LANE; ++i)
+        UNROLL for (uint i = 0; i < LINES_OF_LANE; ++i)
           if (live[i]) term = fma(values[m][i], weights[i][c], term);
         if (EXACT) add_exactly(high[m][8 * word + c], low[m][8 * word + c], term);
         else high[m][8 * word + c] += term;
@@ -71,9 +72,9 @@ for (uint start = part * depth; start < stop; start += 32 / LANES * LINES_OF_LAN
   }
 }
 
-for (uint m = 0; m < ROWS; ++m) {
-  for (uint c = 0; c < COLUMNS; ++c) {
-    for (ushort bit = LANES; bit < 32; bit *= 2) {
+UNROLL for (uint m = 0; m < ROWS; ++m) {
+  UNROLL for (uint c = 0; c < COLUMNS; ++c) {
+    UNROLL for (ushort bit = LANES; bit < 32; bit *= 2) {
       float other = simd_shuffle_xor(high[m][c], bit);
       low[m][c] += simd_shuffle_xor(low[m][c], bit);
       add_exactly(high[m][c], low[m][c], other);

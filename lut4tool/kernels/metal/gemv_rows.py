@@ -32,25 +32,25 @@ for (uint start = 0; start < K; start += 32 * PER_LANE) {  // the same for all l
   uint4 chunk[OUTS];
   float scale[OUTS];
   float zero[OUTS];
-  for (uint r = 0; r < OUTS; ++r) {
+  UNROLL for (uint r = 0; r < OUTS; ++r) {
     line[r] = min(n0 + r, N - 1) * pitch + k;
     chunk[r] = uint4(0);
     if (ALIGNED && live) chunk[r] = ((const device uint4*)packed)[line[r] / 32];
     scale[r] = 0.0f;
     zero[r] = 0.0f;
   }
-  for (uint word = 0; word < PER_LANE / 8; ++word) {
+  UNROLL for (uint word = 0; word < PER_LANE / 8; ++word) {
     uint count = live ? min(8u, K - k) : 0;
     float values[ROWS][8];
-    for (uint m = 0; m < ROWS; ++m) {
+    UNROLL for (uint m = 0; m < ROWS; ++m) {
       const device T* row = x + ulong(min(m0 + m, M - 1)) * K + k + 8 * word;
-      for (uint i = 0; i < 8; ++i) values[m][i] = i < count ? float(row[i]) : 0.0f;
+      UNROLL for (uint i = 0; i < 8; ++i) values[m][i] = i < count ? float(row[i]) : 0.0f;
     }
-    for (uint r = 0; r < OUTS; ++r) {
+    UNROLL for (uint r = 0; r < OUTS; ++r) {
       float weights[8];
       if (ALIGNED) {
         if (live && (word == 0 || BLOCK % 32 != 0)) {
-          uint block = uint(line[r] / 8 + word) / (BLOCK / 8);
+          uint block = block_of_word<BLOCK>(line[r] / 8 + word);
           scale[r] = float(scales[block]);
           zero[r] = AFFINE ? float(levels[ONE_ZERO ? 0 : block]) : 0.0f;
         }
@@ -59,10 +59,10 @@ for (uint start = 0; start < K; start += 32 * PER_LANE) {  // the same for all l
         weights_from<W, AFFINE, HIGH_FIRST, ONE_ZERO, BLOCK>(
             line[r], count, packed, scales, levels, table, weights);
       }
-      for (uint m = 0; m < ROWS; ++m) {
+      UNROLL for (uint m = 0; m < ROWS; ++m) {
         float left = values[m][0] * weights[0];
         float right = values[m][4] * weights[4];
-        for (uint i = 1; i < 4; ++i) {
+        UNROLL for (uint i = 1; i < 4; ++i) {
           left = fma(values[m][i], weights[i], left);
           right = fma(values[m][4 + i], weights[4 + i], right);
         }
@@ -76,9 +76,9 @@ for (uint start = 0; start < K; start += 32 * PER_LANE) {  // the same for all l
   }
 }
 
-for (uint m = 0; m < ROWS; ++m) {
-  for (uint r = 0; r < OUTS; ++r) {
-    for (ushort bit = 1; bit < 32; bit *= 2) {
+UNROLL for (uint m = 0; m < ROWS; ++m) {
+  UNROLL for (uint r = 0; r < OUTS; ++r) {
+    UNROLL for (ushort bit = 1; bit < 32; bit *= 2) {
       float other = simd_shuffle_xor(high[m][r], bit);
       low[m][r] += simd_shuffle_xor(low[m][r], bit);
       add_exactly(high[m][r], low[m][r], other);

@@ -14,6 +14,11 @@ HEADER = """
 #include <metal_simdgroup_matrix>
 using namespace metal;
 
+// Arrays that such a loop indexes stay in registers.
+#ifndef UNROLL
+#define UNROLL _Pragma("clang loop unroll(full)")
+#endif
+
 // high + low += term; low takes what the rounding of high loses (Knuth's two-sum).
 template <typename F>
 inline void add_exactly(thread F& high, thread F& low, F term) {
@@ -58,10 +63,16 @@ inline float weight_of(uint code, Table table, float zero, float scale) {
   return float(W(level * scale));
 }
 
+// The block that holds a word of 8 codes, where blocks hold whole words.
+template <int BLOCK>
+inline uint block_of_word(ulong word) {
+  return uint(word) / (BLOCK < 8 ? 1 : BLOCK / 8);
+}
+
 // The 8 weights of a word that lies in one block.
 template <typename W, bool AFFINE, bool HIGH_FIRST, typename Table>
 inline void weights_of_word(uint word, Table table, float zero, float scale, thread float* weights) {
-  for (uint i = 0; i < 8; ++i)
+  UNROLL for (uint i = 0; i < 8; ++i)
     weights[i] = weight_of<W, AFFINE>(code_of<HIGH_FIRST>(word, i), table, zero, scale);
 }
 
@@ -72,7 +83,7 @@ inline void weights_from(
     thread float* weights) {
   ulong block = first / BLOCK;
   uint inside = uint(first % BLOCK);
-  for (uint i = 0; i < 8; ++i) {
+  UNROLL for (uint i = 0; i < 8; ++i) {
     bool live = i < count;
     ulong element = first + i;
     uint code = live ? code_of<HIGH_FIRST>(packed[element / 8], uint(element % 8)) : 0;

@@ -44,8 +44,8 @@ PairTable table = {pairs};
 
 simdgroup_matrix<float, 8, 8> sums[TM][TN];
 float2 low[TM][TN];
-for (uint i = 0; i < TM; ++i) {
-  for (uint j = 0; j < TN; ++j) {
+UNROLL for (uint i = 0; i < TM; ++i) {
+  UNROLL for (uint j = 0; j < TN; ++j) {
     sums[i][j] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     low[i][j] = float2(0.0f);
   }
@@ -57,7 +57,7 @@ for (uint k0 = 0; k0 < K; k0 += BK) {
   for (uint i = t; i < BM * BK; i += THREADS) {
     uint m = i / BK, k = i % BK;
     bool live = m0 + m < M && k0 + k < K;
-    xs[m * (BK + PAD) + k] = live ? C(x[ulong(m0 + m) * K + k0 + k]) : C(0.0f);
+    xs[m * (BK + PAD) + k] = C(live ? float(x[ulong(m0 + m) * K + k0 + k]) : 0.0f);
   }
 
   uint line = t / PER_LINE, place = t % PER_LINE * CODES;
@@ -73,43 +73,43 @@ for (uint k0 = 0; k0 < K; k0 += BK) {
   }
   float scale = 0.0f;
   float zero = 0.0f;
-  for (uint word = 0; word < CODES / 8; ++word) {
+  UNROLL for (uint word = 0; word < CODES / 8; ++word) {
     if (ALIGNED) {
       if (live && (word == 0 || BLOCK % 32 != 0)) {
-        uint block = uint(first / 8 + word) / (BLOCK / 8);
+        uint block = block_of_word<BLOCK>(first / 8 + word);
         scale = float(scales[block]);
         zero = AFFINE ? float(levels[ONE_ZERO ? 0 : block]) : 0.0f;
       }
-      for (uint byte = 0; byte < 4; ++byte) {
+      UNROLL for (uint byte = 0; byte < 4; ++byte) {
         uint codes = (chunk[word] >> (8 * byte)) & 255;
         float2 both = AFFINE ? float2(float(W(float(codes & 15) - zero)), float(W(float(codes >> 4) - zero)))
                              : pairs[AFFINE ? 0 : codes];
-        to[8 * word + 2 * byte] = live ? C(W(both.x * scale)) : C(0.0f);
-        to[8 * word + 2 * byte + 1] = live ? C(W(both.y * scale)) : C(0.0f);
+        to[8 * word + 2 * byte] = C(live ? float(W(both.x * scale)) : 0.0f);
+        to[8 * word + 2 * byte + 1] = C(live ? float(W(both.y * scale)) : 0.0f);
       }
     } else {
       uint count = live && inner + 8 * word < inner_end ? min(8u, inner_end - inner - 8 * word) : 0;
       float weights[8];
       weights_from<W, AFFINE, HIGH_FIRST, ONE_ZERO, BLOCK>(
           first + 8 * word, count, packed, scales, levels, table, weights);
-      for (uint i = 0; i < 8; ++i) to[8 * word + i] = C(weights[i]);
+      UNROLL for (uint i = 0; i < 8; ++i) to[8 * word + i] = C(weights[i]);
     }
   }
 
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  for (uint k = 0; k < BK; k += 8) {
+  for (uint k = 0; k < BK && k0 + k < K; k += 8) {
     simdgroup_matrix<C, 8, 8> a[TM];
     simdgroup_matrix<C, 8, 8> b[TN];
-    for (uint i = 0; i < TM; ++i)
+    UNROLL for (uint i = 0; i < TM; ++i)
       simdgroup_load(a[i], xs + (m_sub + 8 * i) * (BK + PAD) + k, BK + PAD);
-    for (uint j = 0; j < TN; ++j) {
+    UNROLL for (uint j = 0; j < TN; ++j) {
       uint n = n_sub + 8 * j;
       if (ALONG_K) simdgroup_load(b[j], ws + k * PITCH + n, PITCH);
       else simdgroup_load(b[j], ws + n * PITCH + k, PITCH, ulong2(0), true);
     }
-    for (uint i = 0; i < TM; ++i) {
-      for (uint j = 0; j < TN; ++j) {
+    UNROLL for (uint i = 0; i < TM; ++i) {
+      UNROLL for (uint j = 0; j < TN; ++j) {
         if (EXACT) {
           simdgroup_matrix<float, 8, 8> part = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
           simdgroup_multiply_accumulate(part, a[i], b[j], part);
@@ -124,8 +124,8 @@ for (uint k0 = 0; k0 < K; k0 += BK) {
 
 // Lane l of a simdgroup holds two neighbours of one row of an 8 x 8 matrix (Apple's layout, as MLX's own GEMM has it).
 uint row = (lane / 4 & 4) + lane / 2 % 4, column = (lane / 4 & 2) * 2 + lane % 2 * 2;
-for (uint i = 0; i < TM; ++i) {
-  for (uint j = 0; j < TN; ++j) {
+UNROLL for (uint i = 0; i < TM; ++i) {
+  UNROLL for (uint j = 0; j < TN; ++j) {
     uint m = m0 + m_sub + 8 * i + row, n = n0 + n_sub + 8 * j + column;
     float2 sum = elements_of(sums[i][j]);
     if (m < M && n < N) y[ulong(m) * N + n] = T(total(sum.x, low[i][j].x));
