@@ -36,13 +36,17 @@ class KernelError(Exception):
 
 @dataclass(frozen=True)
 class How:
-    """How to run: the mode, the order of threads, the order of sums in a matrix product, and fused multiply-adds."""
+    """How to run: the mode, the order of threads, the order of sums in a matrix product, fused multiply-adds.
+
+    skip_groups: so many threadgroups are left out, for weights too large to be run whole.
+    """
 
     mode: str = "check"
     order: str = "random"
     seed: int = 0
     matrix_order: int = 0
     contract: bool = False
+    skip_groups: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class _Launch(ctypes.Structure):
         ("buffer_count", ctypes.c_uint32),
         ("grid", ctypes.c_uint32 * 3),
         ("threadgroup", ctypes.c_uint32 * 3),
-        *((name, ctypes.c_uint32) for name in ("order", "seed", "check", "matrix_order")),
+        *((name, ctypes.c_uint32) for name in ("order", "seed", "check", "matrix_order", "skip_groups")),
         ("report", ctypes.c_char_p),
         ("report_bytes", ctypes.c_uint32),
         *((name, ctypes.c_uint64) for name in ("barriers", "meetings", "matrix_products", "threadgroup_bytes")),
@@ -119,6 +123,7 @@ def run(
         seed=how.seed,
         check=how.mode == "check",
         matrix_order=how.matrix_order,
+        skip_groups=how.skip_groups,
         report=ctypes.cast(report, ctypes.c_char_p),
         report_bytes=_REPORT_BYTES,
     )

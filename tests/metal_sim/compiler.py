@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -50,17 +52,28 @@ _STORAGE = re.compile(r"\bthreadgroup\s+(\w+)\s+(\w+)((?:\[[^\];]*\])+)\s*;")
 _INSTANCE = re.compile(r"\ntemplate \[\[host_name.*\Z", re.DOTALL)
 
 
+def _unsupported() -> str:
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "the Metal simulator runs on x86-64 Linux"
+    if not any(map(shutil.which, CLANGS)):
+        return f"the Metal simulator needs {CLANGS[0]} (Debian: apt-get install clang-19)"
+    return ""
+
+
+#: Why the simulator does not run here; empty where it does.
+UNSUPPORTED = _unsupported()
+
+
 class CompileError(Exception):
     """clang's own words."""
 
 
 @functools.cache
 def clang() -> str:
-    """The compiler's path; RuntimeError where there is none of CLANGS."""
-    for name in CLANGS:
-        if path := shutil.which(name):
-            return path
-    raise RuntimeError(f"the Metal simulator needs one of {', '.join(CLANGS)} (Debian: apt-get install clang-19)")
+    """The compiler's path; RuntimeError where there is none."""
+    if UNSUPPORTED:
+        raise RuntimeError(UNSUPPORTED)
+    return next(path for path in map(shutil.which, CLANGS) if path)
 
 
 def translate(signature: Signature) -> str:

@@ -31,7 +31,7 @@ struct Launch {
     void (*entry)(void *const *buffers, const ThreadInfo *info);
     const Buffer *buffers;
     uint32_t buffer_count, grid[3], threadgroup[3];  // grid in threads, as in MLX
-    uint32_t order, seed, check, matrix_order;
+    uint32_t order, seed, check, matrix_order, skip_groups;
     char *report;  // one finding a line
     uint32_t report_bytes;
     // Counts of the run; traffic only where it was checked: [device, threadgroup][read, write][requests, bytes].
@@ -75,6 +75,7 @@ constexpr uint32_t NOBODY = ~0u;
 constexpr uint32_t MOST_THREADS = 1024, MOST_THREADGROUP_BYTES = 32768;  // what Metal allows
 constexpr size_t PAGE = 4096, GUARD = 16 << 20, STACK = 128 << 10, FENCE = 256, ARENA = 1 << 18;
 constexpr size_t MOST_FINDINGS = 12;
+constexpr size_t MOST_COPIED = 128 << 20;  // larger inputs stay where they are, without guards: for mode fast alone
 constexpr unsigned char POISON = 0xFF;  // NaN in every float type
 
 enum class State : uint8_t { READY, AT_BARRIER, AT_MEETING, DONE };
@@ -102,6 +103,11 @@ struct Device {  // a buffer's copy, between inaccessible pages
     size_t mapped;
 };
 
+struct Known {  // said once for each pair of places in the text
+    const char *kind;
+    uintptr_t pc, other_pc;
+};
+
 struct Machine {
     Launch *launch = nullptr;
     std::vector<Thread> threads;
@@ -122,6 +128,7 @@ struct Machine {
     Epochs now = {};
     Checker checker;
     std::vector<std::string> findings;
+    std::vector<Known> known;
 };
 Machine *m = nullptr;
 
@@ -335,6 +342,11 @@ void make_buffers() {
     const Launch &launch = *m->launch;
     for (uint32_t i = 0; i < launch.buffer_count; ++i) {
         const Buffer &buffer = launch.buffers[i];
+        if (buffer.bytes > MOST_COPIED && !buffer.is_output) {
+            m->devices.push_back({nullptr, (char *)buffer.host, 0});
+            m->pointers.push_back(buffer.host);
+            continue;
+        }
         size_t padded = (buffer.bytes + 15) & ~15ull, pages = (padded + PAGE - 1) & ~(PAGE - 1);
         Device device;
         device.mapped = pages + 2 * GUARD;
@@ -381,6 +393,9 @@ void on_access(uintptr_t address, uint32_t bytes, bool write, uintptr_t pc) {
         return;
     Finding found = m->checker.access(address, bytes, write, me, uint32_t(pc - m->module), m->now);
     if (!found.kind) return;
+    for (const Known &known : m->known)
+        if (known.kind == found.kind && known.pc == pc && known.other_pc == found.other_pc && !found.fatal) return;
+    m->known.push_back({found.kind, pc, found.other_pc});
     std::string sentence = text("%s: %u-byte %s", found.kind, bytes, write ? "write" : "read");
     if (found.region)
         sentence += text(" of '%s'[%ld]", found.region->name,
@@ -433,12 +448,11 @@ int find_end(dl_phdr_info *library, size_t, void *) {
 }
 
 void run_all() {
-    uint32_t groups = m->groups[0] * m->groups[1] * m->groups[2];
-    std::vector<uint32_t> order(groups);
-    for (uint32_t i = 0; i < groups; ++i) order[i] = i;
+    std::vector<uint32_t> order;
+    for (uint32_t i = m->launch->skip_groups; i < m->groups[0] * m->groups[1] * m->groups[2]; ++i) order.push_back(i);
     if (m->launch->order == REVERSE) std::reverse(order.begin(), order.end());
     if (m->launch->order == RANDOM)
-        for (uint32_t i = groups; i > 1; --i) std::swap(order[i - 1], order[draw(i)]);
+        for (uint32_t i = uint32_t(order.size()); i > 1; --i) std::swap(order[i - 1], order[draw(i)]);
     bool complete = false;
     if (!sigsetjmp(m->failed, 1)) {
         for (uint32_t index : order) run_threadgroup(index);
@@ -494,7 +508,7 @@ void sim_meet(Meeting meeting, void *argument, const char *what, uint32_t line, 
     leave(m->running);
 }
 
-void *sim_threadgroup_memory(uint32_t site, size_t bytes, const char *name) {
+void *sim_threadgroup_memory(uint32_t site, size_t bytes, size_t element_bytes, const char *name) {
     Array *array = nullptr;
     for (Array &known : m->arrays)
         if (known.site == site) array = &known;
@@ -506,7 +520,8 @@ void *sim_threadgroup_memory(uint32_t site, size_t bytes, const char *name) {
         array = &m->arrays.back();
         uintptr_t low = (uintptr_t)m->arena + offset;
         if (m->launch->check)
-            m->checker.regions.push_back({low, low + bytes, name, 1, THREADGROUP, true, false, std::vector<Cell>(bytes)});
+            m->checker.regions.push_back({low, low + bytes, name, uint32_t(element_bytes), THREADGROUP, true, false,
+                                          std::vector<Cell>(bytes)});
     }
     if (array->group != m->now.group) {
         array->group = m->now.group;
@@ -578,7 +593,8 @@ int sim_run(Launch *launch) {
     run_all();
     for (int i = 0; i < 4; ++i) sigaction(SIGNALS[i], &before[i], nullptr);
     sigaltstack(&theirs, nullptr);
-    for (const Device &device : m->devices) munmap(device.mapping, device.mapped);
+    for (const Device &device : m->devices)
+        if (device.mapped) munmap(device.mapping, device.mapped);
     munmap(m->stacks, (STACK + PAGE) * threads);
     munmap(m->arena, ARENA);
     for (int space = 0; space < 2; ++space)

@@ -19,7 +19,7 @@ typedef void (*Meeting)(void *const *arguments, uint32_t present);
 void sim_threadgroup_barrier(uint32_t flags, uint32_t line);
 void sim_simdgroup_barrier(uint32_t flags, uint32_t line);
 void sim_meet(Meeting meeting, void *argument, const char *what, uint32_t line, bool all_lanes);
-void *sim_threadgroup_memory(uint32_t site, size_t bytes, const char *name);
+void *sim_threadgroup_memory(uint32_t site, size_t bytes, size_t element_bytes, const char *name);
 uint32_t sim_lane();
 int sim_matrix_order();
 void sim_count_matrix_product();

@@ -124,8 +124,9 @@ def _qmm(weight: QmmWeight) -> DeviceWeight:
 def _words(packed: np.ndarray) -> mx.array:
     """Bytes as little-endian words, in whole loads."""
     flat = packed.reshape(-1)
-    if rest := -flat.size % LOAD_BYTES:
-        flat = np.concatenate([flat, np.zeros(rest, np.uint8)])
+    missing = max(-flat.size % LOAD_BYTES, 4 * LEAST_ELEMENTS - flat.size)
+    if missing:
+        flat = np.concatenate([flat, np.zeros(missing, np.uint8)])
     return mx.array(np.ascontiguousarray(flat).view(np.uint32))
 
 
