@@ -79,7 +79,12 @@ void decode_qmm(const Bytes &packed, const Values &scales, const Values &zero_po
 
 }  // namespace
 
+namespace lut4tool {
+void add_dense(nb::module_ &m);  // dense_module.cpp
+}
+
 NB_MODULE(_native, m) {
+    add_dense(m);
     m.def("decode_elements", &decode_elements, nb::arg("packed").noconvert(), nb::arg("scales").noconvert(), nb::arg("codebook").noconvert(),
           nb::arg("block_size"), nb::arg("high_nibble_first"), nb::arg("out").noconvert(), nb::arg("threads") = 1);
     m.def("decode_qmm", &decode_qmm, nb::arg("packed").noconvert(), nb::arg("scales").noconvert(), nb::arg("zero_points").noconvert(), nb::arg("rows"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lut4tool.runtime import dense
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.ops.compute import finish, working
 from lut4tool.runtime.ops.window import Ints, Window, fold, pad, views, window
@@ -25,8 +26,21 @@ def conv(
     """Channels first, x [N, C, *size] and w [M, C / group, *kernel], and auto_pad; MLX wants the channels last."""
     xp, data, weight, bias = working(x, w, b)
     grid = window(x.shape[2:], w.shape[2:], strides, dilations, pads, auto_pad)
+    if xp is np and (y := _convolve_native(data, weight, bias, grid, group)) is not None:
+        return finish(y, x)
     y = (convolve_host if xp is np else convolve_device)(data, weight, grid, group)
     return finish(y if bias is None else y + bias.reshape(-1, *[1] * grid.rank), x)
+
+
+def _convolve_native(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, grid: Window, group: int) -> Any:
+    """The convolution and its bias in the native library, which has one or two spatial axes; None where NumPy must."""
+    if grid.rank == 2:
+        return dense.conv(x, w, bias, (*grid.strides, *grid.dilations, *grid.before), grid.out, group)
+    if grid.rank != 1:
+        return None
+    geometry = (1, *grid.strides, 1, *grid.dilations, 0, *grid.before)
+    y = dense.conv(x[:, :, None], w[:, :, None], bias, geometry, (1, *grid.out), group)
+    return None if y is None else y[:, :, 0]
 
 
 def convolve_host(x: np.ndarray, w: np.ndarray, grid: Window, group: int) -> np.ndarray:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lut4tool.runtime import dense
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.dtypes import to_device, to_numpy
 from lut4tool.runtime.ops.compute import finish, working
@@ -21,10 +22,11 @@ def product(a: Any, b: Any) -> Any:
     xp, wide_a, wide_b = working(a, b)
     if xp is mx and not mx.issubdtype(wide_a.dtype, mx.inexact):
         xp, wide_a, wide_b = np, to_numpy(a), to_numpy(b)
+    matmul = dense.matmul if xp is np else mx.matmul
     if wide_a.ndim > 2 and wide_b.ndim == 2:  # one tall product instead of one a batch
         rows = wide_a.reshape(-1, wide_a.shape[-1]) if wide_a.size else wide_a
-        return finish(xp.matmul(rows, wide_b).reshape(*wide_a.shape[:-1], wide_b.shape[-1]), a)
-    return finish(xp.matmul(wide_a, wide_b), a)
+        return finish(matmul(rows, wide_b).reshape(*wide_a.shape[:-1], wide_b.shape[-1]), a)
+    return finish(matmul(wide_a, wide_b), a)
 
 
 op("MatMul")(product)

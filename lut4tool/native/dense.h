@@ -1,0 +1,53 @@
+// Dense products and convolutions on a CPU: single-threaded BLAS calls on pieces that the pool's threads take in turn,
+// so that a thread which the system does not run delays one piece, not the product.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace lut4tool {
+
+// Row-major cblas_sgemm with 32-bit sizes.
+using Sgemm = void (*)(int order, int transpose_a, int transpose_b, int m, int n, int k, float alpha, const float *a,
+                       int lda, const float *b, int ldb, float beta, float *c, int ldc);
+
+// Row-major cblas_sgemv.
+using Sgemv = void (*)(int order, int transpose, int m, int n, float alpha, const float *a, int lda, const float *x,
+                       int incx, float beta, float *y, int incy);
+
+struct Blas {
+    Sgemm sgemm = nullptr;
+    Sgemv sgemv = nullptr;
+};
+
+// A matrix whose rows (or, transposed, whose columns) are contiguous and `stride` apart.
+struct Strided {
+    const float *data;
+    std::size_t stride;
+    bool transposed;
+};
+
+// out [M, N] = a [M, K] @ b [K, N]; out's rows are contiguous.
+void multiply_dense(const Blas &blas, const Strided &a, const Strided &b, std::size_t M, std::size_t N, std::size_t K,
+                    float *out, unsigned threads);
+
+// A convolution over two spatial axes: x [batch, groups * depth, size], w [groups * kernels, depth, kernel], bias
+// [groups * kernels] or null, y [batch, groups * kernels, out]; what lies outside x is 0.
+struct Convolution {
+    std::size_t batch, groups, depth, kernels;
+    std::size_t size[2], kernel[2], out[2], stride[2], dilation[2], before[2];
+};
+
+void convolve(const Blas &blas, const Convolution &shape, const float *x, const float *w, const float *bias, float *y,
+              unsigned threads);
+
+// Bytes of a row of K elements in the packed operands below.
+std::size_t packed_depth(std::size_t K);
+
+// out [M, N] = (a [M, K] - a_zero [M]) @ (b [N, K] - b_zero [N]).T in int32, which wraps. a is uint8, b int8, both with
+// rows of packed_depth(K) bytes, zero beyond K; b_sums [N] are the sums of b's rows.
+void multiply_bytes(const std::uint8_t *a, const std::int8_t *b, const std::int32_t *a_zero, const std::int32_t *b_zero,
+                    const std::int32_t *b_sums, std::size_t M, std::size_t N, std::size_t K, std::int32_t *out,
+                    unsigned threads);
+
+}  // namespace lut4tool

@@ -1,0 +1,116 @@
+"""Dense products and convolutions of NumPy arrays on a CPU: the native library over the BLAS in front of MLX, or NumPy.
+
+The BLAS gets one thread: native code hands it pieces that its own threads take in turn. Two pools would fight for the
+cores, and OpenBLAS's own waits for a thread that the system does not run: ten times slower on a busy machine, measured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import lut4tool.runtime.backend  # noqa: F401 - it loads the BLAS
+from lut4tool import native
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+def _start() -> Any:
+    """The native module with a BLAS to call, None where either is missing."""
+    functions = [_found(f"cblas_{name}") for name in ("sgemm", "sgemv")]
+    if not native.compiled() or None in functions:
+        return None
+    for name in ("openblas_set_num_threads", "MKL_Set_Num_Threads"):
+        if (limit := _found(name)) is not None:
+            limit(1)
+    module: Any = importlib.import_module("lut4tool.native._native")
+    module.use_blas(*(ctypes.cast(function, ctypes.c_void_p).value for function in functions))
+    return module
+
+
+def _found(name: str) -> Any:
+    """A function of the BLAS that the backend has loaded globally, scipy-openblas32's under its own prefix."""
+    process = ctypes.CDLL(None)
+    return getattr(process, f"scipy_{name}", None) or getattr(process, name, None)
+
+
+_NATIVE = _start()
+_THREADS = native.thread_count()
+
+
+def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """np.matmul's a @ b; float32 matrices in the native library, more axes and other types in NumPy."""
+    if _NATIVE is None or a.ndim != 2 or b.ndim != 2 or not _serves(a, b):
+        return np.matmul(a, b)
+    out = np.empty((a.shape[0], b.shape[1]), np.float32)
+    _NATIVE.matmul(_blasable(a), _blasable(b), out, _THREADS)
+    return out
+
+
+def _serves(*arrays: np.ndarray) -> bool:
+    return all(array.dtype == _FLOAT32 and array.size for array in arrays)
+
+
+def _blasable(matrix: np.ndarray) -> np.ndarray:
+    """The matrix with contiguous rows or columns: itself where it has them."""
+    (rows, columns), (down, right) = matrix.shape, matrix.strides
+    if (right == 4 and down >= 4 * columns) or (down == 4 and right >= 4 * rows):
+        return matrix
+    return np.ascontiguousarray(matrix)
+
+
+def conv(
+    x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, geometry: tuple[int, ...], out: tuple[int, ...], group: int
+) -> np.ndarray | None:
+    """Convolve x [N, C, H, W] with w [M, C / group, *kernel], plus bias [M] -> [N, M, *out]; None where NumPy must.
+
+    geometry: strides, dilations and the zeros before, two of each.
+    """
+    if _NATIVE is None or not _serves(x, w) or not all(out):
+        return None
+    y = np.empty((x.shape[0], w.shape[0], *out), np.float32)
+    offset = None if bias is None else np.ascontiguousarray(bias, np.float32)
+    _NATIVE.conv(np.ascontiguousarray(x), np.ascontiguousarray(w), offset, geometry, group, y, _THREADS)
+    return y
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A matrix [K, N] of 8-bit integers less its zero points, as the native product reads it: as many bytes, by column.
+
+    columns: int8 [N, packed depth]; zero: int32 [N], 128 less where the integers were unsigned; sums: of each column.
+    """
+
+    depth: int
+    columns: np.ndarray
+    zero: np.ndarray
+    sums: np.ndarray
+
+
+def pack_bytes(b: np.ndarray, zero: Any) -> Bytes | None:
+    """Pack b [K, N], int8 or uint8, with a zero point (one, one a column, or None); None where NumPy must multiply."""
+    if _NATIVE is None or b.ndim != 2 or not b.size:
+        return None
+    depth, width = b.shape
+    columns = np.zeros((width, _NATIVE.packed_depth(depth)), np.int8)
+    columns[:, :depth] = b.T.view(np.int8) if b.dtype == np.int8 else (b.T ^ np.uint8(128)).view(np.int8)
+    zeros = np.zeros(width, np.int32)
+    zeros += 0 if zero is None else np.asarray(zero, np.int32).reshape(-1)
+    zeros -= 0 if b.dtype == np.int8 else 128
+    return Bytes(depth, columns, zeros, columns.sum(axis=1, dtype=np.int32))
+
+
+def matmul_bytes(a: np.ndarray, zero: Any, b: Bytes) -> np.ndarray:
+    """(a - zero) @ b in int32, a [M, K] int8 or uint8, zero one, one a row, or None."""
+    rows = np.zeros((a.shape[0], b.columns.shape[1]), np.uint8)
+    rows[:, : b.depth] = a if a.dtype == np.uint8 else a.view(np.uint8) ^ np.uint8(128)
+    zeros = np.zeros(a.shape[0], np.int32)
+    zeros += 0 if zero is None else np.asarray(zero, np.int32).reshape(-1)
+    zeros += 0 if a.dtype == np.uint8 else 128
+    out = np.empty((a.shape[0], b.zero.size), np.int32)
+    _NATIVE.matmul_bytes(rows, b.columns, zeros, b.zero, b.sums, b.depth, out, _THREADS)
+    return out
