@@ -10,7 +10,9 @@ A backend is a module or folder here named after the device that it serves (`met
     lookup4_decode(weight)                     W [rows, cols] of its weight_dtype
     qmm(x, weight, kernel=None)                x [M, K] times a QmmWeight -> [M, N] of x's type
 
-x and results are mx.arrays; the weight's arrays stay NumPy (views of the file's map), to be read where they lie or
+A backend may also have describe() -> str, what of it serves here, for the plan: such as its instruction set.
+
+x and results are mx.arrays, on a CPU also NumPy's; the weight's arrays stay NumPy (views of the file's map), to be read where they lie or
 copied once. M is a run-time value. `kernel` is the forced name, None to pick by M.
 
 LUT4TOOL_KERNEL=gemv|tile|decode|reference forces a kernel, LUT4TOOL_DISABLE=metal,cuda,cpu turns backends off.
@@ -54,17 +56,23 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """Such as "reference", "cuda" or "cuda/tile"."""
-        return f"{self.backend}/{self.kernel}" if self.kernel and self.kernel != self.backend else self.backend
+        """Such as "reference", "cuda", "cuda/tile" or "cpu/gemv avx512"."""
+        name = f"{self.backend}/{self.kernel}" if self.kernel and self.kernel != self.backend else self.backend
+        describe = getattr(self.module, "describe", None)
+        return f"{name} {describe()}" if describe else name
 
     def __str__(self) -> str:
         return "; ".join([self.name, *(f"not {backend}: {why}" for backend, why in self.refusals.items())])
 
-    def matmul(self, x: mx.array, weight: Lookup4Weight | QmmWeight) -> mx.array:
+    @property
+    def takes_numpy(self) -> bool:
+        """Whether x may be a NumPy array, which gives another."""
+        return self.backend == "cpu"
+
+    def matmul(self, x: Any, weight: Lookup4Weight | QmmWeight) -> Any:
         """Multiply x [M, K] by the weight's matrix [K, N]."""
         product = self.module.lookup4_matmul if isinstance(weight, Lookup4Weight) else self.module.qmm
-        result: mx.array = product(x, weight, self.kernel)
-        return result
+        return product(x, weight, self.kernel)
 
 
 @cache

@@ -1,6 +1,7 @@
-"""The compiled decode of 4-bit weights, with NumPy's in its place where the package was installed without a compiler.
+"""The compiled decode of 4-bit weights and products with them, for the instruction set of this machine.
 
-Both give the same bytes (a NaN is a NaN); `describe()` says which one works here.
+Where the package was installed without a compiler NumPy decodes, to the same bytes (a NaN is a NaN), and there are no
+products; `describe()` says what works here. LUT4TOOL_CPU_ISA=avx512|avx2|neon|portable forces an instruction set.
 """
 
 from __future__ import annotations
@@ -17,6 +18,14 @@ try:
 except ModuleNotFoundError:  # a pure wheel; a module that is there and does not load is an error
     _native = None  # type: ignore[assignment]
 
+INSTRUCTION_SET = "LUT4TOOL_CPU_ISA"
+
+if _native is not None and (_asked := os.environ.get(INSTRUCTION_SET, "").strip().lower()):
+    try:
+        _native.use_instruction_set(_asked)
+    except ValueError as error:
+        raise FormatError(f"{INSTRUCTION_SET}: {error}") from error
+
 
 def compiled() -> bool:
     """Whether the compiled module is there."""
@@ -26,6 +35,11 @@ def compiled() -> bool:
 def describe() -> str:
     """What decodes weights here: "native (avx512)", "native (avx2)", "native (portable)" or "numpy"."""
     return f"native ({_native.instruction_set()})" if compiled() else "numpy"
+
+
+def product_instruction_set() -> str:
+    """The instruction set that products use: "avx512", "avx2", "neon" or "portable"; "" without the compiled module."""
+    return str(_native.product_instruction_set()) if compiled() else ""
 
 
 def thread_count() -> int:
@@ -85,6 +99,40 @@ def decode_qmm(
         threads or thread_count(),
     )
     return out
+
+
+class Matrix:
+    """The matrix [K, N] of a weight whose packed data the compiled products read where they lie (a map included).
+
+    Scales or zero points that are not aligned for their type are copied, once.
+    """
+
+    def __init__(self, weight: Lookup4Weight | QmmWeight) -> None:
+        if isinstance(weight, Lookup4Weight):
+            arrays = _buffer(weight.packed), _buffer(weight.scales), _buffer(weight.codebook)
+            sizes = weight.rows, weight.cols, weight.block_size
+            along_k = tuple(weight.perm) == (1, 0)
+            rounding = weight.weight_dtype
+            self._matrix = _native.lookup4_matrix(*arrays, *sizes, along_k, weight.high_nibble_first, rounding)
+        else:
+            arrays = _buffer(weight.packed), _buffer(weight.scales), _buffer(weight.zero_points)
+            self._matrix = _native.qmm_matrix(*arrays, weight.N, weight.K, weight.block_size)
+
+    @property
+    def serves_gemv(self) -> bool:
+        """Whether rows and blocks begin at multiples of 32 elements, which gemv needs."""
+        return bool(self._matrix.serves_gemv())
+
+    def kernel(self, rows: int) -> str:
+        """Return "gemv" or "tile", the kernel that multiplies so many rows of x unless told otherwise."""
+        return str(self._matrix.kernel(rows))
+
+    def multiply(self, x: np.ndarray, out: np.ndarray, kernel: str = "", threads: int = 0) -> None:
+        """Write x [M, K] times the matrix into out [M, N], both float32 and C-contiguous, within the bound of product.h.
+
+        kernel: "gemv", "tile" or "" to pick by M. threads: at most so many; 0 means thread_count().
+        """
+        self._matrix.multiply(np.ascontiguousarray(x), out, kernel, threads or thread_count())
 
 
 def _output(shape: tuple[int, ...], dtype: np.dtype, out: np.ndarray | None) -> np.ndarray:

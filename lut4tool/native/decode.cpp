@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
-#include <system_error>
-#include <thread>
 #include <vector>
+
+#include "threads.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define LUT4TOOL_X86 1
@@ -19,63 +19,6 @@ using std::size_t;
 using std::uint16_t;
 using std::uint32_t;
 using std::uint8_t;
-
-// ---- Conversions: IEEE round to nearest, ties to even; NaN stays NaN ----
-
-uint32_t bits_of(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    return bits;
-}
-
-float float_of(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
-float half_to_float(uint16_t half) {
-    const uint32_t sign = uint32_t(half & 0x8000) << 16, exponent = (half >> 10) & 31, mantissa = half & 0x3ff;
-    if (exponent == 31) return float_of(sign | 0x7f800000 | mantissa << 13);
-    if (exponent == 0) {  // zero or subnormal: mantissa * 2^-24, exact
-        const float magnitude = float(mantissa) * 0x1p-24f;
-        return float_of(sign | bits_of(magnitude));
-    }
-    return float_of(sign | (exponent + 112) << 23 | mantissa << 13);
-}
-
-uint16_t float_to_half(float value) {
-    const uint32_t bits = bits_of(value), sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
-    if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00);   // NaN
-    if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);  // 65520 and above round to Inf
-    if (magnitude < 0x38800000) {  // below 2^-14: adding 0.5 rounds to a multiple of 2^-24 in the low bits
-        return uint16_t(sign | (bits_of(float_of(magnitude) + 0.5f) - 0x3f000000));
-    }
-    return uint16_t(sign | ((magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13));
-}
-
-uint16_t float_to_bfloat(float value) {
-    const uint32_t bits = bits_of(value);
-    if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
-    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-float load(const Floats &values, size_t index) {
-    if (values.type == Float::f32) {
-        uint32_t bits;
-        std::memcpy(&bits, static_cast<const char *>(values.data) + 4 * index, 4);
-        return float_of(bits);
-    }
-    uint16_t half;
-    std::memcpy(&half, static_cast<const char *>(values.data) + 2 * index, 2);
-    return values.type == Float::f16 ? half_to_float(half) : float_of(uint32_t(half) << 16);
-}
-
-float rounded(float value, Float type) {
-    if (type == Float::f16) return half_to_float(float_to_half(value));
-    if (type == Float::bf16) return float_of(uint32_t(float_to_bfloat(value)) << 16);
-    return value;
-}
 
 // ---- What an instruction set provides: rounding of a table to halves, and lookups of whole bytes ----
 
@@ -251,24 +194,12 @@ void decode_rows(const Qmm &weight, size_t begin, size_t end, Entry *out) {
 // Elements below which another thread costs more than it saves.
 constexpr size_t elements_a_thread = size_t(1) << 18;
 
-// Run work(begin, end) over [0, units), split between threads; a unit has `elements` elements.
+// Run work(begin, end) over [0, units) in at most `threads` parts; a unit has `elements` elements.
 template <typename Work>
 void split(size_t units, size_t elements, unsigned threads, const Work &work) {
-    const size_t machine = std::max(1u, std::thread::hardware_concurrency());
     const size_t worth = std::max<size_t>(1, units * elements / elements_a_thread);
-    const size_t parts = std::min({size_t(std::max(1u, threads)), machine, worth, std::max<size_t>(1, units)});
-    std::vector<std::thread> others;
-    others.reserve(parts - 1);
-    size_t done = 0;
-    try {
-        for (; done + 1 < parts; ++done) {
-            others.emplace_back(work, units * done / parts, units * (done + 1) / parts);
-        }
-    } catch (const std::system_error &) {
-        // No further thread to be had: this one does the rest.
-    }
-    work(units * done / parts, units);
-    for (std::thread &other : others) other.join();
+    const size_t parts = std::min({size_t(std::max(1u, threads)), worth, std::max<size_t>(1, units)});
+    parallel(parts, threads, [&](size_t part) { work(units * part / parts, units * (part + 1) / parts); });
 }
 
 }  // namespace

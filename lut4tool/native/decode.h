@@ -5,15 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "floats.h"
+
 namespace lut4tool {
-
-enum class Float { f32, f16, bf16 };
-
-// A run of float32, float16 or bfloat16 values; the address need not be aligned.
-struct Floats {
-    const void *data;
-    Float type;
-};
 
 // One row of `count` elements: packed (count + 1) / 2 bytes, scales ceil(count / block_size), codebook 16.
 // out[i] = round(float32(codebook[code(i)]) * float32(scales[i / block_size])), in out_type.

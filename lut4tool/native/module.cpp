@@ -8,6 +8,7 @@
 #include <string>
 
 #include "decode.h"
+#include "product.h"
 
 namespace nb = nanobind;
 using namespace lut4tool;
@@ -77,6 +78,81 @@ void decode_qmm(const Bytes &packed, const Values &scales, const Values &zero_po
     decode(weight, data, threads);
 }
 
+ProductKernel product_kernel(const std::string &name) {
+    if (name == "gemv") return ProductKernel::gemv;
+    check(name == "tile" || name.empty(), "there is no kernel " + name);
+    return name.empty() ? ProductKernel::automatic : ProductKernel::tile;
+}
+
+Float float_name(const std::string &name) {
+    if (name == "float32") return Float::f32;
+    check(name == "float16" || name == "bfloat16", "there is no float type " + name);
+    return name == "float16" ? Float::f16 : Float::bf16;
+}
+
+// A weight whose buffers were checked; it keeps them alive.
+struct Matrix {
+    Packed4 weight;
+    nb::object packed, scales, zero_points;
+};
+
+void check_rows(const Packed4 &weight, std::size_t bytes, std::size_t scales) {
+    check_block_size(weight.block_size);
+    check(weight.rows > 0 && weight.cols > 0 && weight.cols <= weight.stride, "rows and cols must be positive");
+    check(weight.stride < (std::size_t(1) << 62) / weight.rows, "the weight is too large");
+    const std::size_t flat = (weight.rows - 1) * weight.stride + weight.cols;
+    at_least(bytes, flat / 2 + flat % 2, "packed");
+    at_least(scales, (flat + weight.block_size - 1) / weight.block_size, "scales");
+}
+
+Matrix *lookup4_matrix(nb::object packed, nb::object scales, const Values &codebook, std::size_t rows, std::size_t cols,
+                       std::size_t block_size, bool along_k, bool high_nibble_first, const std::string &rounding) {
+    const Bytes bytes = nb::cast<Bytes>(packed, false);
+    const Values values = nb::cast<Values>(scales, false);
+    check(codebook.size() == 16, "codebook must have 16 values, not " + std::to_string(codebook.size()));
+    Packed4 weight{bytes.data(), {values.data(), float_type(values, "scales")}, nullptr, Packed4::Zeros::none, false, {},
+                   rows, cols, cols, block_size, high_nibble_first, along_k, float_name(rounding)};
+    const Floats entries{codebook.data(), float_type(codebook, "codebook")};
+    for (std::size_t code = 0; code < 16; ++code) weight.table[code] = load(entries, code);
+    check_rows(weight, bytes.size(), values.size());
+    return new Matrix{weight, packed, scales, nb::none()};
+}
+
+Matrix *qmm_matrix(nb::object packed, nb::object scales, nb::object zero_points, std::size_t N, std::size_t K,
+                   std::size_t block_size) {
+    const Bytes bytes = nb::cast<Bytes>(packed, false);
+    const Values values = nb::cast<Values>(scales, false), points = nb::cast<Values>(zero_points, false);
+    const Float type = float_type(values, "scales");
+    const bool codes = points.dtype() == nb::dtype<std::uint8_t>();
+    check(codes || float_type(points, "zero_points") == type, "zero_points must be uint8 or of the scales' type");
+    check_block_size(block_size);
+    check(K > 0 && K < (std::size_t(1) << 48), "K must be positive");
+    const std::size_t blocks = (K - 1) / block_size + 1;
+    Packed4 weight{bytes.data(), {values.data(), type}, points.data(), codes ? Packed4::Zeros::codes : Packed4::Zeros::floats,
+                   points.size() == 1, {}, N, K, blocks * block_size, block_size, false, true, type};
+    for (std::size_t code = 0; code < 16; ++code) weight.table[code] = float(code);
+    check_rows(weight, bytes.size(), values.size());
+    at_least(bytes.size() / (block_size / 2), N * blocks, "packed, in blocks,");
+    check(points.size() == 1 || points.size() >= N * blocks, "zero_points must have one value, or one a block");
+    return new Matrix{weight, packed, scales, zero_points};
+}
+
+using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using RowsOut = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void multiply_rows(const Matrix &matrix, const Rows &x, const RowsOut &y, const std::string &kernel, unsigned threads) {
+    const Packed4 &weight = matrix.weight;
+    check(x.shape(1) == weight.depth() && y.shape(1) == weight.outputs() && x.shape(0) == y.shape(0),
+          "x must be [M, K] and y [M, N] for this weight");
+    const ProductKernel chosen = product_kernel(kernel);
+    check(chosen != ProductKernel::gemv || serves_gemv(weight), "gemv does not serve this weight");
+    const float *values = x.data();
+    float *out = y.data();
+    const std::size_t M = x.shape(0);
+    nb::gil_scoped_release release;
+    multiply(weight, values, M, out, chosen, threads);
+}
+
 }  // namespace
 
 namespace lut4tool {
@@ -89,8 +165,22 @@ NB_MODULE(_native, m) {
           nb::arg("block_size"), nb::arg("high_nibble_first"), nb::arg("out").noconvert(), nb::arg("threads") = 1);
     m.def("decode_qmm", &decode_qmm, nb::arg("packed").noconvert(), nb::arg("scales").noconvert(), nb::arg("zero_points").noconvert(), nb::arg("rows"),
           nb::arg("K"), nb::arg("block_size"), nb::arg("out").noconvert(), nb::arg("threads") = 1);
+    nb::class_<Matrix>(m, "Matrix")
+        .def("serves_gemv", [](const Matrix &matrix) { return serves_gemv(matrix.weight); })
+        .def("kernel", [](const Matrix &matrix, std::size_t M) {
+            return chosen_kernel(matrix.weight, M) == ProductKernel::gemv ? "gemv" : "tile";
+        })
+        .def("multiply", &multiply_rows, nb::arg("x").noconvert(), nb::arg("y").noconvert(), nb::arg("kernel") = "",
+             nb::arg("threads") = 1);
+    m.def("lookup4_matrix", &lookup4_matrix, nb::arg("packed"), nb::arg("scales"), nb::arg("codebook").noconvert(),
+          nb::arg("rows"), nb::arg("cols"), nb::arg("block_size"), nb::arg("along_k"), nb::arg("high_nibble_first"),
+          nb::arg("rounding"));
+    m.def("qmm_matrix", &qmm_matrix, nb::arg("packed"), nb::arg("scales"), nb::arg("zero_points"), nb::arg("N"), nb::arg("K"),
+          nb::arg("block_size"));
+    m.def("product_instruction_set", [] { return std::string(product_instruction_set()); });
     m.def("instruction_set", [] { return std::string(instruction_set()); });
     m.def("use_instruction_set", [](const std::string &name) {
-        check(use_instruction_set(name.c_str()), "this machine has no instruction set " + name);
+        check(use_product_instruction_set(name.c_str()), "this machine has no instruction set " + name);
+        check(use_instruction_set(name == "neon" ? "portable" : name.c_str()), "no decode for " + name);
     });
 }

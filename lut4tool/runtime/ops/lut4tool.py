@@ -113,5 +113,5 @@ def _matmul(x: Any, dtype: str, weight: Weight, choice: kernels.Choice) -> Any:
 
 
 def multiplied(x: Any, weight: Weight, choice: kernels.Choice) -> Any:
-    """The product of x [M, K] by a kernel; kernels take and give MLX arrays."""
-    return to_device(choice.matmul(to_mx(x), weight))
+    """The product of x [M, K] by a kernel; those of a GPU, and the reference, take and give MLX arrays."""
+    return to_device(choice.matmul(x if choice.takes_numpy else to_mx(x), weight))

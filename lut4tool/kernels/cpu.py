@@ -1,0 +1,98 @@
+"""The CPU's products: lut4tool.native on NumPy arrays, packed weights read where they lie.
+
+A dense weight never exists: one row of x is multiplied by weights that live in registers (gemv), more rows by panels
+that are decoded into cache (tile). float32 is within 2^-21 * sum |x||w| of exact, whatever the data; halves are
+computed in float32 from weights rounded as proved, and rounded once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import numpy as np
+
+from lut4tool import native
+from lut4tool.formats import Lookup4Weight, QmmWeight, decode
+
+KERNELS = ("gemv", "tile")
+
+_MLX_FLOAT = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
+
+#: The native form of a weight: its arrays checked once, gone with the weight.
+_MATRICES: WeakKeyDictionary[Lookup4Weight | QmmWeight, native.Matrix] = WeakKeyDictionary()
+
+
+def describe() -> str:
+    """The instruction set that serves: "avx512", "avx2", "neon" or "portable"."""
+    return native.product_instruction_set()
+
+
+@cache
+def available() -> bool:
+    """Whether the compiled library is there and tiny products come out right; a warning says where they do not."""
+    if not native.compiled():
+        return False
+    packed, scales = np.arange(512, dtype=np.uint8), np.full(32, 0.5, np.float32)
+    probe = Lookup4Weight(packed, scales, np.arange(16, dtype=np.float32), 32, 32, 32)
+    for kernel, rows in (("gemv", 1), ("tile", 2)):
+        x, y = np.ones((rows, 32), np.float32), np.empty((rows, 32), np.float32)
+        native.Matrix(probe).multiply(x, y, kernel)
+        if not np.array_equal(y, x @ decode(probe)):  # sums of small halves: exact in any order
+            warnings.warn(
+                f"lut4tool's {kernel} kernel for {describe()} gives wrong products here, so slower ones serve",
+                stacklevel=2,
+            )
+            return False
+    return True
+
+
+def refuses(x: mx.array, weight: Lookup4Weight | QmmWeight) -> str | None:
+    """Say why a product is not served: an x of no float type, or a half whose weight is rounded to another half."""
+    dtype = _MLX_FLOAT.get(x.dtype)
+    if dtype is None:
+        return f"x is {x.dtype}; float32, float16 and bfloat16 are served"
+    if dtype != "float32" and weight.weight_dtype != dtype:
+        return f"x is {dtype} and the weight {weight.weight_dtype}; a {dtype} x takes a {dtype} weight"
+    return None
+
+
+def lookup4_matmul(x: Any, weight: Lookup4Weight, kernel: str | None = None) -> Any:
+    """Multiply x [M, K] by W, transposed by weight.perm -> [M, N] of x's type, an array of x's library."""
+    return _product(x, weight, weight.shape[1], kernel)
+
+
+def qmm(x: Any, weight: QmmWeight, kernel: str | None = None) -> Any:
+    """Multiply x [M, K] by W [N, K] transposed -> [M, N] of x's type, an array of x's library."""
+    return _product(x, weight, weight.N, kernel)
+
+
+def lookup4_decode(weight: Lookup4Weight) -> mx.array:
+    """Decode W [rows, cols] to its weight_dtype, exactly; the one place where a dense weight is made, because asked."""
+    elements = native.decode_elements(weight, 0, weight.rows * weight.cols)
+    return mx.array(elements).reshape(weight.rows, weight.cols)
+
+
+def matrix_of(weight: Lookup4Weight | QmmWeight) -> native.Matrix:
+    """The native form of a weight, made once."""
+    if weight not in _MATRICES:
+        _MATRICES[weight] = native.Matrix(weight)
+    return _MATRICES[weight]
+
+
+def _product(x: Any, weight: Lookup4Weight | QmmWeight, columns: int, kernel: str | None) -> Any:
+    if isinstance(x, mx.array):
+        wide = np.array(x.astype(mx.float32), copy=False)
+        return mx.array(_float32_product(wide, weight, columns, kernel)).astype(x.dtype)
+    y = _float32_product(x.astype(np.float32, copy=False), weight, columns, kernel)
+    with np.errstate(over="ignore"):
+        return y.astype(x.dtype, copy=False)
+
+
+def _float32_product(x: np.ndarray, weight: Lookup4Weight | QmmWeight, columns: int, kernel: str | None) -> np.ndarray:
+    y = np.empty((len(x), columns), np.float32)
+    matrix_of(weight).multiply(x, y, kernel or "")
+    return y

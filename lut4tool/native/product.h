@@ -1,0 +1,100 @@
+// Products y = x W with a 4-bit weight that stays packed: float32 x and y, any instruction set.
+// |y - exact| <= 2^-21 sum |x||w| (plus K 2^-149 where float32 underflows), proved in product_kernels.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <new>
+#include <type_traits>
+#include <utility>
+
+#include "floats.h"
+
+namespace lut4tool {
+
+// A packed matrix of `rows` x `cols` elements; element (r, c) has flat index i = r * stride + c, and is
+// rounded(table[code i] * scale[i / block_size]), or rounded(rounded(code i - zero point) * scale) with zero points.
+struct Packed4 {
+    enum class Zeros { none, codes, floats };
+
+    const std::uint8_t *packed;
+    Floats scales;
+    const void *zero_points;  // one, or one a block; floats have the scales' type
+    Zeros zeros;
+    bool shared_zero;
+    float table[16];  // the codebook, or 0 ... 15 under zero points
+    std::size_t rows, cols, stride, block_size;
+    bool high_nibble_first;
+    bool along_k;    // rows are outputs and cols the depth K (W transposed); otherwise rows are the depth
+    Float rounding;  // what each product is rounded to
+
+    std::size_t depth() const { return along_k ? cols : rows; }
+    std::size_t outputs() const { return along_k ? rows : cols; }
+};
+
+// gemv: one row of x at a time, weights in registers only. tile: panels decoded into cache, shared by the rows of x.
+enum class ProductKernel { automatic, gemv, tile };
+
+// Whether gemv serves this weight: runs of 32 elements that begin at a multiple of 32 have one scale.
+bool serves_gemv(const Packed4 &weight);
+
+// x [M, depth], y [M, outputs], both dense. `weight` must serve a forced gemv.
+void multiply(const Packed4 &weight, const float *x, std::size_t M, float *y, ProductKernel kernel, unsigned threads);
+
+// Which kernel `automatic` means for M rows of x.
+ProductKernel chosen_kernel(const Packed4 &weight, std::size_t M);
+
+// "avx512", "avx2", "neon" or "portable"; the second is false where this machine lacks it.
+const char *product_instruction_set();
+bool use_product_instruction_set(const char *name);
+
+// ---- What the kernels of an instruction set are given ----
+
+// The block that a flat index lies in, without a division where block_size is a power of two.
+struct Blocks {
+    std::size_t size;
+    int shift;
+
+    explicit Blocks(std::size_t block_size) : size(block_size), shift(-1) {
+        if ((block_size & (block_size - 1)) == 0) {
+            for (shift = 0; (std::size_t(1) << shift) < block_size;) ++shift;
+        }
+    }
+    std::size_t of(std::size_t flat) const { return shift >= 0 ? flat >> shift : flat / size; }
+};
+
+static inline float scale_of(const Packed4 &weight, std::size_t block) { return load(weight.scales, block); }
+
+static inline float zero_of(const Packed4 &weight, std::size_t block) {
+    if (weight.shared_zero) block = 0;
+    if (weight.zeros == Packed4::Zeros::codes) return float(static_cast<const std::uint8_t *>(weight.zero_points)[block]);
+    return load({weight.zero_points, weight.scales.type}, block);
+}
+
+// Elements [begin, end) of a row, whatever the blocks: the slow way, for what the vector paths do not serve.
+void decode_run(const Packed4 &weight, std::size_t row, std::size_t begin, std::size_t end, float *out);
+
+// Depth of a decoded panel, a strip of which stays in L1, and what the last one is padded to.
+constexpr std::size_t PANEL = 128, PADDING = 32;
+
+// Rows of x of a tile product, packed as [panel][tile][depth of the panel][rows of the tile]: the order they are read in.
+struct PackedRows {
+    const float *values;
+    std::size_t rows, tiles;
+
+    std::size_t begin(std::size_t tile) const { return rows * tile / tiles; }
+};
+
+struct ProductKernels {
+    const char *name;
+    std::size_t lanes;         // a strip of outputs, and a chunk of codes, is twice that
+    std::size_t rows_of_tile;  // at most
+    // Outputs [begin, end) of one row of x: x in chunks of a chunk's two lookups where the weight lies along K.
+    void (*gemv)(const Packed4 &, const float *x, float *y, std::size_t begin, std::size_t end);
+    // Strips [begin, end) of all rows; y has `outputs` columns.
+    void (*tile)(const Packed4 &, const PackedRows &, float *y, std::size_t begin, std::size_t end);
+};
+
+extern const ProductKernels portable_products, avx2_products, avx512_products, neon_products;
+
+}  // namespace lut4tool

@@ -1,0 +1,10 @@
+#include "lanes_avx2.h"
+
+namespace lut4tool {
+namespace {
+#include "product_kernels.h"
+}  // namespace
+
+const ProductKernels avx2_products{"avx2", L, Lanes::rows_of_tile, gemv, tile};
+
+}  // namespace lut4tool

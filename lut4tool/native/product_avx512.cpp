@@ -1,0 +1,10 @@
+#include "lanes_avx512.h"
+
+namespace lut4tool {
+namespace {
+#include "product_kernels.h"
+}  // namespace
+
+const ProductKernels avx512_products{"avx512", L, Lanes::rows_of_tile, gemv, tile};
+
+}  // namespace lut4tool

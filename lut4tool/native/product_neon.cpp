@@ -1,0 +1,10 @@
+#include "lanes_neon.h"
+
+namespace lut4tool {
+namespace {
+#include "product_kernels.h"
+}  // namespace
+
+const ProductKernels neon_products{"neon", L, Lanes::rows_of_tile, gemv, tile};
+
+}  // namespace lut4tool
