@@ -13,11 +13,6 @@ from places import place  # noqa: F401 - a fixture
 from lut4tool.runtime.plan import RunError
 from lut4tool.runtime.session import Runtime
 
-XFAIL = {
-    "test_resize_downsample_scales_(linear|cubic)_align_corners": "the expected values divide by length * scale - 1, "
-    "where the standard's formula, and onnxruntime, divide by length_resized - 1, a whole number",
-}
-
 
 def run(op_type: str, *inputs: np.ndarray | None, version: int = 21, outputs: int = 1, **attributes: object) -> list:
     runtime = Runtime(single(op_type, version, inputs, attributes, outputs), device="cpu")
@@ -25,7 +20,7 @@ def run(op_type: str, *inputs: np.ndarray | None, version: int = 21, outputs: in
 
 
 @pytest.mark.usefixtures("place")
-@pytest.mark.parametrize("case", cases("tensor", xfail=XFAIL))
+@pytest.mark.parametrize("case", cases("tensor"))
 def test_node(case):
     check(case)
 

@@ -118,4 +118,6 @@ def _one(result: Any) -> Any:
 
 def _sentence(error: Exception) -> str:
     text = " ".join(str(error).split())
+    if isinstance(error, KeyError):
+        return f"{text} is no value that it knows"
     return text if isinstance(error, Lut4Error) else f"{type(error).__name__}: {text}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -19,20 +20,24 @@ from onnx.defs import OpSchema
 
 from lut4tool.errors import Lut4Error
 from lut4tool.formats import DOMAIN
-from lut4tool.runtime import registry
+from lut4tool.runtime import registry, types
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.binding import Call, Frame, bind, bind_either, bind_host
-from lut4tool.runtime.dtypes import load, on_host, to_device, to_numpy
+from lut4tool.runtime.dtypes import load, numpy_dtype, on_host, to_device, to_numpy
 from lut4tool.runtime.functions import body_of, infer_types, is_random, schema_of
 from lut4tool.runtime.graph import ABSENT, DROPPED, Graph, RunError, Step
 from lut4tool.runtime.registry import Operator, Unsupported
 from lut4tool.runtime.scope import Block, Body, Constant, Scope, Site, Value
-from lut4tool.storage import Tensors
+from lut4tool.storage import StorageError, Tensors
 
 __all__ = ["Node", "Plan", "RunError", "Unsupported", "plan"]
 
 #: A step whose constant inputs, and whose results, have at most this many elements is run once, while planning.
 FOLDED = 1 << 16
+#: On a CPU a chain of these operators on constants is folded where its result takes at most so many bytes for each
+#: byte of the file: an int8 weight becomes float32, as its product wants it; one of 4 bits stays as it is.
+WIDENED = 4
+_WIDENING = ("Cast", "DequantizeLinear", "Mul", "Sub", "Add", "Transpose")
 #: Functions that call functions, at most so deep: ONNX forbids recursion.
 DEPTH = 50
 
@@ -89,15 +94,18 @@ class Plan:
         return [step for graph in self.graphs() for step in graph.steps]
 
     def describe(self) -> list[dict[str, str]]:
-        """One row a step: node, op, where (`place`, "host" or a kernel's name), and why other kernels were refused.
+        """One row a step: node, op, where, and why other kernels were refused.
 
-        "host" is what is known before running: an operator may still find all its values on the host in a run.
+        where: a kernel's name; "host" for what runs on the host on any device: strings, sequences, optionals, maps,
+        types that MLX lacks, images, ai.onnx.ml, shapes that depend on data; "shape" for arithmetic on shapes and small
+        constants, which stays on the host; else `place`.
         """
         rows = []
         for step in self.steps():
             choice = self.kernels.get(step.name)
             row = {"node": step.name, "op": f"{step.operator.domain or 'ai.onnx'}::{step.operator.name}"}
-            row["where"] = choice.name if choice is not None else "host" if step.host else self.place
+            where = "host" if step.host else "shape" if step.shape else self.place
+            row["where"] = choice.name if choice is not None else where
             row["refused"] = "; ".join(f"{name}: {why}" for name, why in choice.refusals.items()) if choice else ""
             rows.append(row)
         return rows
@@ -135,6 +143,10 @@ class _Planner:
         defaults: dict[str, Any] = {}
         if "" not in body.versions and any(_domain(node.domain) == "" for node in graph.node):
             self.problem("the model imports no version of the standard's operators (opset_import of domain '')")
+        newest = onnx.defs.onnx_opset_version()
+        if body.versions.get("", 0) > newest:
+            known = f"the installed onnx knows the standard's operators up to version {newest}"
+            self.problem(f"the model imports version {body.versions['']}; {known}")
         main = self.graph(graph, inputs, body, defaults)
         if self.problems:
             raise Unsupported(_report(list(self.problems)))
@@ -148,11 +160,11 @@ class _Planner:
 
     # -- names and slots
 
-    def declare(self, name: str, body: Body, host: bool = False) -> int:
+    def declare(self, name: str, body: Body, host: bool = False, kind: str | None = None) -> int:
         """A new slot for a name that an input or a node defines."""
         self.frame.append(None)
         slot = len(self.frame) - 1
-        self.define(name, Value(slot, host=host), body.scope)
+        self.define(name, Value(slot, host=host, kind=kind), body.scope)
         self.dynamic.append(slot)
         body.block.own.add(slot)
         return slot
@@ -178,7 +190,7 @@ class _Planner:
         self, graph: onnx.GraphProto, inputs: Sequence[onnx.ValueInfoProto], body: Body, defaults: dict[str, Any]
     ) -> Graph:
         """Plan a graph; `defaults` receives the initializers that are inputs."""
-        slots = [self.declare(value.name, body) for value in inputs]
+        slots = [self.declare(value.name, body, kind=types.type_text(value.type)) for value in inputs]
         names = {value.name for value in inputs}
         for tensor in graph.initializer:
             if tensor.name in names:
@@ -240,7 +252,7 @@ class _Planner:
         body = self.functions.get((site.domain, node.op_type, node.overload))
         if body is not None and not (row is not None and site.domain == DOMAIN):
             self.inline(site, body, {})
-        elif row is None:
+        elif row is None or not types.exists(row.domain, row.name, site.version):
             self.expand(site)
         elif (row.domain, row.name) == ("", "Identity") and len(site.inputs) == len(node.output) == 1:
             self.define(node.output[0], site.inputs[0], site.body.scope)
@@ -291,7 +303,11 @@ class _Planner:
     def type_of(self, name: str) -> onnx.TypeProto | None:
         """The type of a value of the model, by shape inference, which runs where a body depends on types."""
         if self.types is None:
-            self.types = infer_types(self.model)
+            try:
+                self.types = infer_types(self.model)
+            except onnx.shape_inference.InferenceError as error:
+                self.problem(f"the types of the model's values contradict each other: {error}")
+                self.types = {}
         return self.types.get(name)
 
     # -- steps
@@ -303,15 +319,22 @@ class _Planner:
         run = self.prepared(site, row)
         if run is None:
             return
+        size = len(self.frame)
         call, slots = self.call(run, row, site.inputs)
         if not row.planned and schema is not None and not is_random(schema) and self.fold(site, call):
+            self.release(site, size)
             return
         known = all(value.on_host or index in row.host for index, value in enumerate(site.inputs))
-        host = known and (row.takes_xp or bool(row.host))
+        host = row.shape or (known and (row.takes_xp or bool(row.host)))
+        given = [value.type for value in site.inputs]
+        kinds = types.results(row, site.version, given, site.attributes, len(site.outputs))
         outputs = tuple(
-            self.declare(name, site.body, host and row.takes_xp) if name else DROPPED for name in site.outputs
+            self.declare(name, site.body, host and (row.takes_xp or row.shape), kind) if name else DROPPED
+            for name, kind in zip(site.outputs, kinds, strict=True)
         )
-        site.body.block.add(Step(site.name, row, call, slots, outputs, host=host), site.subgraphs)
+        hosted = types.on_host(row, len(site.outputs), [*given, *kinds], self.device)
+        step = Step(site.name, row, call, slots, outputs, host=hosted, shape=host and not hosted)
+        site.body.block.add(step, site.subgraphs)
 
     def prepared(self, site: Site, row: Operator) -> Callable[..., Any] | None:
         """What runs a node: the row's function, or what a planned one makes of the node; None where it is refused."""
@@ -349,23 +372,36 @@ class _Planner:
         return bind_either(run, self.frame, slots, mlx, host), slots
 
     def fold(self, site: Site, call: Call) -> bool:
-        """Run a step now where all its inputs are small constants and so are its results (those of Constant: any)."""
+        """Run a step now where all its inputs are small constants and so are its results (those of Constant: any).
+
+        On a CPU also where it makes a weight of bytes a float one: see WIDENED.
+        """
         constants = [value.constant for value in site.inputs if value.constant is not None]
         given = [value for value in site.inputs if not value.absent]
-        if len(constants) < len(given) or sum(constant.size for constant in constants) > FOLDED:
+        if len(constants) < len(given):
+            return False
+        widened = on_host() and _widens(site, constants)
+        if sum(constant.size for constant in constants) > FOLDED and not widened:
             return False
         try:
             result = call()
         except Exception:  # noqa: BLE001 - it fails again when it runs, where the node is named
             return False
         results = result if type(result) is tuple else (result,)
-        large = bool(given) and any(getattr(part, "size", FOLDED + 1) > FOLDED for part in results)
+        large = bool(given) and not widened and any(getattr(part, "size", FOLDED + 1) > FOLDED for part in results)
         if large or len(results) < len(site.outputs):
             return False
+        stored = sum(constant.stored for constant in constants) if given else None
         for output, part in zip(site.outputs, results, strict=False):
             if output:
-                self.define(output, Value(constant=Constant(to_numpy(part))), site.body.scope)
+                self.define(output, Value(constant=Constant(to_numpy(part), stored)), site.body.scope)
         return True
+
+    def release(self, site: Site, size: int) -> None:
+        """Take back the slots from `size` on, which only a step read that was folded."""
+        del self.frame[size:]
+        for constant in (value.constant for value in site.inputs if value.constant is not None):
+            constant.slots = {form: slot for form, slot in constant.slots.items() if slot < size}
 
     def refuse(self, site: Site, row: Operator, schema: OpSchema | None) -> bool:
         """Report attributes and inputs that the operator's function does not take, or lacks."""
@@ -376,6 +412,8 @@ class _Planner:
             accepted = set(schema.attributes) if schema is not None else set(given)
         for key in sorted(given - accepted):
             self.problem(f"{start} has no attribute '{key}' that is supported")
+        for fault in types.faults(row, site):
+            self.problem(f"{start} {fault}")
         if row.planned:
             return len(self.problems) > known
         for key, parameter in row.attributes.items():
@@ -404,10 +442,17 @@ class _Planner:
 
     def attribute(self, attribute: AttributeProto, name: str, body: Body) -> Any:
         kind = attribute.type
+        if kind == AttributeProto.UNDEFINED:
+            self.problem(f"node '{name}': its attribute '{attribute.name}' has no type")
+            return None
         if kind == AttributeProto.GRAPH:
             return self.subgraph(attribute.g, f"{name}/{attribute.name}/", body)
         if kind == AttributeProto.TENSOR:
-            return np.asarray(self.tensors.array(attribute.t))
+            try:
+                return np.asarray(self.tensors.array(attribute.t))
+            except StorageError as error:
+                self.problem(f"node '{name}': its attribute '{attribute.name}': {error}")
+                return np.zeros(0, np.float32)
         if kind == AttributeProto.SPARSE_TENSOR:
             return self.dense(attribute.sparse_tensor)
         if kind == AttributeProto.STRING:
@@ -438,6 +483,24 @@ def _bound(site: Site, row: Operator) -> Callable[..., Any]:
     """The operator's function with its attributes."""
     attributes = {**site.attributes, "outputs": len(site.outputs)} if row.takes_outputs else site.attributes
     return partial(row.run, **attributes) if attributes else row.run
+
+
+def _widens(site: Site, constants: Sequence[Constant]) -> bool:
+    """Whether a node's result is a float weight of at most WIDENED times the bytes that it is stored in."""
+    kind = site.node.op_type if site.domain == "" else ""
+    arrays = [constant.value for constant in constants]
+    if kind not in _WIDENING or not all(isinstance(array, np.ndarray) for array in arrays):
+        return False
+    if kind == "Cast":
+        target = numpy_dtype(site.attributes["to"])
+        size, item = arrays[0].size, target.itemsize if target.kind == "f" else 0
+    else:
+        floats = [array.dtype.itemsize for array in arrays if array.dtype.kind == "f"]
+        try:
+            size, item = prod(np.broadcast_shapes(*(array.shape for array in arrays))), max(floats, default=0)
+        except ValueError:  # scales of an axis or of blocks: the result is as large as the first input
+            size, item = arrays[0].size, max(floats, default=0)
+    return 0 < size * item <= WIDENED * sum(constant.stored for constant in constants)
 
 
 def _domain(domain: str) -> str:

@@ -20,14 +20,24 @@ SMALL = 64
 class Constant:
     """An initializer, a Constant node's value or a folded result: a NumPy array, and the slots of its two forms."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, stored: int | None = None) -> None:
         self.value = np.asarray(value) if isinstance(value, np.ndarray) else value
         self.slots: dict[str, int] = {}
+        #: Bytes of the file that it is made from.
+        self.stored = _stored(self.value) if stored is None else stored
 
     @property
     def size(self) -> int:
         """Number of elements."""
         return self.value.size if isinstance(self.value, np.ndarray) else 0
+
+
+def _stored(value: Any) -> int:
+    """Bytes of an array in a file, where several elements of 4 or 2 bits share one."""
+    if not isinstance(value, np.ndarray):
+        return 0
+    narrow = {"int4": 2, "uint4": 2, "float4_e2m1fn": 2, "int2": 4, "uint2": 4}
+    return value.nbytes // narrow.get(value.dtype.name, 1)
 
 
 @dataclass(eq=False)

@@ -11,12 +11,17 @@ from functools import cache
 from typing import Any
 
 import onnx
+from onnx import AttributeProto
 
 from lut4tool.runtime.backend import mx
+from lut4tool.runtime.choices import CHOICES
 from lut4tool.runtime.dtypes import BY_NUMBER, TYPES
 from lut4tool.runtime.functions import schema_of
 from lut4tool.runtime.registry import Operator
+from lut4tool.runtime.scope import Site
 
+#: The standard's domains.
+STANDARD = ("", "ai.onnx.ml", "ai.onnx.preview", "ai.onnx.preview.training")
 #: Attributes that name the type of a result that no input tells.
 _NAMING = ("to", "dtype", "output_dtype")
 #: Where the results of a control operator begin among those of its body.
@@ -42,10 +47,12 @@ class Formal:
 
 @dataclass(frozen=True)
 class Signature:
-    """An operator's formal inputs and outputs at one version."""
+    """An operator's formal inputs and outputs at one version, its attributes' types, and which must be there."""
 
     inputs: tuple[Formal, ...]
     outputs: tuple[Formal, ...]
+    attributes: Mapping[str, str]
+    required: frozenset[str]
 
 
 @cache
@@ -61,7 +68,9 @@ def signature(domain: str, name: str, version: int) -> Signature | None:
         shared = entry.type_str in variables and (entry.is_homogeneous or not variadic)
         return Formal(entry.name, entry.type_str if shared else "", frozenset(entry.types), variadic)
 
-    return Signature(tuple(map(formal, schema.inputs)), tuple(map(formal, schema.outputs)))
+    attributes = {name: entry.type.name for name, entry in schema.attributes.items()}
+    required = frozenset(name for name, entry in schema.attributes.items() if entry.required)
+    return Signature(tuple(map(formal, schema.inputs)), tuple(map(formal, schema.outputs)), attributes, required)
 
 
 @cache
@@ -90,6 +99,11 @@ def taken(row: Operator) -> tuple[frozenset[str], ...]:
     return tuple(columns)
 
 
+def exists(domain: str, name: str, version: int) -> bool:
+    """Whether the standard, where it is about this operator, has it at this version."""
+    return not onnx.defs.has(name, domain) or schema_of(domain, name, version) is not None
+
+
 def _spread(formals: Sequence[Formal], count: int) -> list[Formal]:
     """One formal for each of `count` actual values."""
     if not formals:
@@ -98,12 +112,28 @@ def _spread(formals: Sequence[Formal], count: int) -> list[Formal]:
     return [*formals, *[formals[-1]] * more][:count]
 
 
-def faults(row: Operator, given: Sequence[str | None]) -> Iterator[str]:
-    """What is wrong with the types of a node's inputs; a type that is not known fits."""
-    known = signatures(row)
-    if not known:
+def faults(row: Operator, site: Site) -> Iterator[str]:
+    """What of a node its schema does not allow: attributes, outputs, types of inputs; a type that is not known fits."""
+    known = signature(row.domain, row.name, site.version)
+    if known is None:
         return
-    formals, allowed = known[0].inputs, taken(row)
+    for name in sorted(known.required - site.attributes.keys()):
+        yield f"needs the attribute '{name}'"
+    for attribute in site.node.attribute:
+        found, wanted = AttributeProto.AttributeType.Name(attribute.type), known.attributes.get(attribute.name)
+        if wanted not in (None, found):
+            yield f"has an attribute '{attribute.name}' of type {found}, not {wanted}"
+    for name, given in site.attributes.items():
+        words = CHOICES.get((row.name, name), ()) if row.domain in STANDARD else ()
+        if words and given not in words:
+            yield f"has {name} '{given}', which is none of {', '.join(words)}"
+    if len(site.outputs) > len(known.outputs) and not (known.outputs and known.outputs[-1].variadic):
+        yield f"has at most {len(known.outputs)} outputs, not {len(site.outputs)}"
+    yield from _type_faults(row, [value.type for value in site.inputs])
+
+
+def _type_faults(row: Operator, given: Sequence[str | None]) -> Iterator[str]:
+    formals, allowed = signatures(row)[0].inputs, taken(row)
     bound: dict[str, tuple[str, str]] = {}
     for index, (formal, kind) in enumerate(zip(_spread(formals, len(given)), given, strict=False)):
         if kind is None:
@@ -133,7 +163,8 @@ def results(
         if kind is not None and formal.variable:
             bound.setdefault(formal.variable, kind)
     named = next((attributes[name] for name in _NAMING if attributes.get(name)), None)
-    return [_result(formal, bound, named) for formal in _spread(known.outputs, count)]
+    found = [_result(formal, bound, named) for formal in _spread(known.outputs, count)]
+    return [*found, *[None] * (count - len(found))]
 
 
 def _result(formal: Formal, bound: Mapping[str, str], named: Any) -> str | None:

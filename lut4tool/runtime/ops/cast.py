@@ -8,7 +8,9 @@ import ml_dtypes
 import numpy as np
 
 from lut4tool.runtime.backend import mx
-from lut4tool.runtime.dtypes import BY_NUMBER, MLX_OF, Type, to_device, to_numpy, type_of
+from lut4tool.runtime import dtypes
+from lut4tool.runtime.dtypes import BY_MLX, BY_NUMBER, MLX_OF, Type, to_device, to_numpy, type_of
+from lut4tool.runtime.ops import codes, compute
 from lut4tool.runtime.registry import op
 
 _FLOAT8 = tuple(np.dtype(getattr(ml_dtypes, f"float8_{name}")) for name in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz"))
@@ -60,27 +62,39 @@ def convert(x: np.ndarray, dtype: np.dtype, saturate: int = 1, round_mode: str =
         return x.astype(dtype)
 
 
+def _by_codes(x: Any, target: Type) -> bool:
+    """Whether a type that MLX lacks is converted by it: strings and float64 are not, and float8e8m0 has its own rule."""
+    source = x.dtype if isinstance(x, np.ndarray) else BY_MLX[x.dtype].numpy
+    if np.float64 in (source, target.numpy) or target.numpy == codes.E8M0:
+        return False
+    to_codes = codes.known(target.numpy)
+    return codes.known(source) and (to_codes or target.mlx is not None) or to_codes and isinstance(x, mx.array)
+
+
 def _cast(xp: Any, x: Any, target: Type, saturate: int, round_mode: str) -> Any:
     if xp is mx and target.mlx is not None and not (target.mlx == mx.float64 and mx.default_device().type == mx.gpu):
         return x.astype(target.mlx)
+    if not dtypes.on_host() and _by_codes(x, target):
+        values = codes.decode(x) if isinstance(x, np.ndarray) else x
+        return compute.finish_as(values, target.numpy) if saturate else codes.encode(values, target.numpy, saturate)
     host = to_numpy(x)
     result = convert(host, target.numpy, saturate, round_mode)
     return result if host.dtype in MLX_OF else to_device(result)  # only what was a host value by choice stays one
 
 
-@op("Cast", since=6, until=18)
+@op("Cast", since=6, until=18, codes=True)
 def cast_saturating(xp: Any, x: Any, *, to: int) -> Any:
     """Before float8: one rule a pair of types, strings included; a host value stays on the host."""
     return _cast(xp, x, BY_NUMBER[to], 1, "up")
 
 
-@op("Cast", since=19, until=23)
+@op("Cast", since=19, until=23, codes=True)
 def cast_saturate(xp: Any, x: Any, *, to: int, saturate: int = 1) -> Any:
     """A float8 saturates, or becomes NaN or Inf."""
     return _cast(xp, x, BY_NUMBER[to], saturate, "up")
 
 
-@op("Cast", since=24)
+@op("Cast", since=24, codes=True)
 def cast(xp: Any, x: Any, *, to: int, saturate: int = 1, round_mode: str = "up") -> Any:
     """To float8e8m0 there is a rounding mode; MLX has no float8, int4, int2 or string: those are made on the host."""
     return _cast(xp, x, BY_NUMBER[to], saturate, round_mode)
@@ -93,19 +107,19 @@ def _like(target: Any) -> Type:
     return found
 
 
-@op("CastLike", until=18)
+@op("CastLike", until=18, codes=True)
 def cast_like_saturating(xp: Any, x: Any, target_type: Any) -> Any:
     """Cast to the type of another value."""
     return _cast(xp, x, _like(target_type), 1, "up")
 
 
-@op("CastLike", since=19, until=23)
+@op("CastLike", since=19, until=23, codes=True)
 def cast_like_saturate(xp: Any, x: Any, target_type: Any, *, saturate: int = 1) -> Any:
     """Cast to the type of another value."""
     return _cast(xp, x, _like(target_type), saturate, "up")
 
 
-@op("CastLike", since=24)
+@op("CastLike", since=24, codes=True)
 def cast_like(xp: Any, x: Any, target_type: Any, *, saturate: int = 1, round_mode: str = "up") -> Any:
     """Cast to the type of another value."""
     return _cast(xp, x, _like(target_type), saturate, round_mode)

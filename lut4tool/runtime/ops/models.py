@@ -40,7 +40,7 @@ def transformed(scores: np.ndarray, how: str) -> np.ndarray:
 def _probit(share: float) -> float:
     if 0 < share < 1:
         return NormalDist().inv_cdf(share)
-    return {0: -np.inf, 1: np.inf}.get(share, np.nan)
+    return -np.inf if share == 0 else np.inf if share == 1 else np.nan
 
 
 def classified(

@@ -23,7 +23,7 @@ def _reduce(x: Any, grid: Window, combine: Callable[[Any, Any], Any]) -> Any:
     return x
 
 
-@op("MaxPool")
+@op("MaxPool", on_host=2)
 def max_pool(
     x: Any, *, auto_pad: str = "NOTSET", ceil_mode: int = 0, dilations: Ints = None,
     kernel_shape: Sequence[int], pads: Ints = None, storage_order: int = 0,
@@ -116,7 +116,7 @@ def global_lp_pool(x: Any, *, p: int = 2) -> Any:
     return finish(xp.sum(abs(data) ** p, axis=_spatial(x), keepdims=True) ** (1 / p), x)
 
 
-@op("MaxUnpool", since=9, host=(1, 2))
+@op("MaxUnpool", since=9, host=(1, 2), on_host=True)
 def max_unpool(
     x: Any, indices: Any, output_shape: Any = None, *, kernel_shape: Sequence[int], pads: Ints = None,
     strides: Ints = None,

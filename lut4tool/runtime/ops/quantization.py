@@ -8,7 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from lut4tool.runtime.dtypes import MLX_OF, numpy_dtype, to_device, to_numpy
+from lut4tool.runtime.dtypes import MLX_OF, numpy_dtype, to_device
+from lut4tool.runtime.ops.codes import encode
 from lut4tool.runtime.ops.compute import finish, finish_as, numpy_type, working
 from lut4tool.runtime.ops.conv import convolve_host
 from lut4tool.runtime.ops.window import Ints, window
@@ -44,7 +45,7 @@ def to_small_float(value: np.ndarray, dtype: np.dtype, saturate: bool) -> np.nda
         return value.astype(dtype)
 
 
-@op("QuantizeLinear", since=10)
+@op("QuantizeLinear", since=10, codes=True)
 def quantize_linear(
     x: Any, y_scale: Any, y_zero_point: Any = None, *, axis: int = 1, block_size: int = 0, output_dtype: int = 0,
     precision: int = 0, saturate: int = 1,
@@ -60,7 +61,9 @@ def quantize_linear(
     )
     if dtype in _INTEGERS:
         return to_integers(xp, xp.round(quotient) + offset, dtype)
-    return to_small_float(to_numpy(quotient + offset), dtype, bool(saturate))
+    if xp is np:
+        return to_small_float(quotient + offset, dtype, bool(saturate))
+    return encode(quotient + offset, dtype, saturate)
 
 
 def in_type(xp: Any, value: Any, dtype: np.dtype) -> Any:
@@ -71,7 +74,7 @@ def in_type(xp: Any, value: Any, dtype: np.dtype) -> Any:
     return value.astype(dtype if xp is np else MLX_OF[dtype]).astype(xp.float32)
 
 
-@op("DequantizeLinear", since=10)
+@op("DequantizeLinear", since=10, codes=True)
 def dequantize_linear(
     x: Any, x_scale: Any, x_zero_point: Any = None, *, axis: int = 1, block_size: int = 0, output_dtype: int = 0
 ) -> Any:
@@ -106,7 +109,7 @@ def _integer_conv(x: np.ndarray, w: np.ndarray, x_zero: Any, w_zero: Any, group:
     return convolve_host(data, kernels, geometry, group)
 
 
-@op("ConvInteger", host=(0, 1, 2, 3))
+@op("ConvInteger", host=(0, 1, 2, 3), on_host=True)
 def conv_integer(
     x: Any, w: Any, x_zero_point: Any = None, w_zero_point: Any = None, *, auto_pad: str = "NOTSET",
     dilations: Ints = None, group: int = 1, kernel_shape: Ints = None,
@@ -117,7 +120,7 @@ def conv_integer(
     return to_device(_integer_conv(x, w, x_zero_point, w_zero_point, group, grid).astype(np.int64).astype(np.int32))
 
 
-@op("QLinearConv", host=tuple(range(9)))
+@op("QLinearConv", host=tuple(range(9)), on_host=True)
 def qlinear_conv(
     x: Any, x_scale: Any, x_zero_point: Any, w: Any, w_scale: Any, w_zero_point: Any, y_scale: Any, y_zero_point: Any,
     b: Any = None, *, auto_pad: str = "NOTSET", dilations: Ints = None, group: int = 1,

@@ -14,19 +14,19 @@ from lut4tool.runtime.ops.indexing import checked, positive
 from lut4tool.runtime.registry import op
 
 
-@op("Shape", until=14)
+@op("Shape", until=14, shape=True)
 def shape(xp: Any, x: Any) -> Any:
     """A host int64 array."""
     return np.array(x.shape, np.int64)
 
 
-@op("Shape", since=15)
+@op("Shape", since=15, shape=True)
 def shape_slice(xp: Any, x: Any, *, start: int = 0, end: int | None = None) -> Any:
     """A host int64 array; start and end count and clamp as Python's do."""
     return np.array(x.shape[start:end], np.int64)
 
 
-@op("Size")
+@op("Size", shape=True)
 def size(xp: Any, x: Any) -> Any:
     """A host int64 scalar."""
     return np.array(x.size, np.int64)
@@ -329,13 +329,13 @@ def one_hot(xp: Any, indices: Any, depth: Any, values: Any, *, axis: int = -1) -
     return xp.where(found == xp.arange(count, dtype=xp.int64).reshape(shape), values[1], values[0])
 
 
-@op("NonZero", host=(0,))
+@op("NonZero", host=(0,), on_host=True)
 def non_zero(x: Any) -> Any:
     """int64 [rank, found], in row order; how many is known on the host only."""
     return np.array(np.nonzero(x), np.int64).reshape(x.ndim, -1) if x.ndim else np.zeros((0, int(bool(x))), np.int64)
 
 
-@op("Compress", host=(1,))
+@op("Compress", host=(1,), on_host=True)
 def compress(xp: Any, x: Any, condition: Any, *, axis: int | None = None) -> Any:
     """Slices where the condition holds; of the flat tensor without an axis."""
     length = x.size if axis is None else x.shape[axis]
@@ -343,7 +343,7 @@ def compress(xp: Any, x: Any, condition: Any, *, axis: int | None = None) -> Any
     return xp.take(x.reshape(-1), chosen, axis=0) if axis is None else xp.take(x, chosen, axis=axis)
 
 
-@op("Unique", host=(0,))
+@op("Unique", host=(0,), on_host=True)
 def unique(x: Any, *, axis: int | None = None, sorted: int = 1) -> Any:
     """Values, first indices, inverse and counts, sorted or in order of appearance; on the host."""
     values, first, inverse, counts = np.unique(x, return_index=True, return_inverse=True, return_counts=True, axis=axis)

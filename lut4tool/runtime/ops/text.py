@@ -17,20 +17,20 @@ def _strings(values: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
     return result.reshape(shape)
 
 
-@op("StringConcat", host=(0, 1))
+@op("StringConcat", host=(0, 1), on_host=True)
 def string_concat(x: Any, y: Any) -> Any:
     """Element by element, with broadcasting."""
     return np.asarray(x.astype(object) + y.astype(object), object)
 
 
-@op("RegexFullMatch", host=(0,))
+@op("RegexFullMatch", host=(0,), on_host=True)
 def regex_full_match(x: Any, *, pattern: str | None = None) -> Any:
     """Whether the whole string matches; ONNX says RE2, whose common part with Python's `re` is what works here."""
     matches = re.compile(pattern or "").fullmatch
     return np.array([matches(text) is not None for text in x.reshape(-1)], bool).reshape(x.shape)
 
 
-@op("StringSplit", host=(0,))
+@op("StringSplit", host=(0,), on_host=True)
 def string_split(x: Any, *, delimiter: str | None = None, maxsplit: int | None = None) -> Any:
     """Pieces padded with "" to the longest list, and how many there are; no delimiter means runs of white space."""
     limit = -1 if maxsplit is None else maxsplit
@@ -40,7 +40,7 @@ def string_split(x: Any, *, delimiter: str | None = None, maxsplit: int | None =
     return _strings(padded, (*x.shape, longest)), np.array([len(row) for row in pieces], np.int64).reshape(x.shape)
 
 
-@op("StringNormalizer", host=(0,))
+@op("StringNormalizer", host=(0,), on_host=True)
 def string_normalizer(
     x: Any, *, case_change_action: str = "NONE", is_case_sensitive: int = 0, locale: str | None = None,
     stopwords: Sequence[str] | None = None,
