@@ -12,8 +12,8 @@ A backend is a module or folder here named after the device that it serves (`met
 
 A backend may also have describe() -> str, what of it serves here, for the plan: such as its instruction set.
 
-x and results are mx.arrays, on a CPU also NumPy's; the weight's arrays stay NumPy (views of the file's map), to be read where they lie or
-copied once. M is a run-time value. `kernel` is the forced name, None to pick by M.
+x and results are mx.arrays, on a CPU also NumPy's; the weight's arrays stay NumPy (views of the file's map), to be
+read where they lie or copied once. M is a run-time value. `kernel` is the forced name, None to pick by M.
 
 LUT4TOOL_KERNEL=gemv|tile|decode|reference forces a kernel, LUT4TOOL_DISABLE=metal,cuda,cpu turns backends off.
 mlx.core is imported here: lut4tool.runtime.backend comes first, so that the BLAS does.

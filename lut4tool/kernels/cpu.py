@@ -17,6 +17,7 @@ import numpy as np
 
 from lut4tool import native
 from lut4tool.formats import Lookup4Weight, QmmWeight, decode
+from lut4tool.kernels import KernelError
 
 KERNELS = ("gemv", "tile")
 
@@ -93,6 +94,8 @@ def _product(x: Any, weight: Lookup4Weight | QmmWeight, columns: int, kernel: st
 
 
 def _float32_product(x: np.ndarray, weight: Lookup4Weight | QmmWeight, columns: int, kernel: str | None) -> np.ndarray:
-    y = np.empty((len(x), columns), np.float32)
-    matrix_of(weight).multiply(x, y, kernel or "")
+    y, matrix = np.empty((len(x), columns), np.float32), matrix_of(weight)
+    if kernel == "gemv" and not matrix.serves_gemv:
+        raise KernelError("gemv needs blocks and rows that begin at multiples of 32 elements, which this weight lacks")
+    matrix.multiply(x, y, kernel or "")
     return y

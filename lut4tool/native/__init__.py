@@ -128,7 +128,7 @@ class Matrix:
         return str(self._matrix.kernel(rows))
 
     def multiply(self, x: np.ndarray, out: np.ndarray, kernel: str = "", threads: int = 0) -> None:
-        """Write x [M, K] times the matrix into out [M, N], both float32 and C-contiguous, within the bound of product.h.
+        """Write x [M, K] times the matrix into out [M, N], both float32 and C-contiguous, as exact as product.h says.
 
         kernel: "gemv", "tile" or "" to pick by M. threads: at most so many; 0 means thread_count().
         """
