@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from benchmarks import metal_cost
 from lut4tool import formats
 from lut4tool.formats import Lookup4Weight, QmmWeight
 from lut4tool.kernels import MLX_FLOAT, metal
@@ -219,6 +220,21 @@ def test_a_tile_writes_nothing_but_the_product(simulator: Simulator) -> None:
     assert call.cost.device_writes.bytes == 16 * 64 * 2
 
 
+@pytest.mark.parametrize("along_k", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "m", "less"), [("float32", 1, 6), ("float16", 1, 6), ("float32", 4, 4), ("float16", 16, 6)]
+)
+def test_memory_is_asked_for_less_often_than_by_one_tile_for_all(
+    dtype: str, m: int, less: float, along_k: bool
+) -> None:
+    """Loads and stores for each weight element, as benchmarks/metal_cost.py prints them."""
+    theirs, ours = metal_cost.baseline(128, 512, dtype, m), metal_cost.ours(128, 512, dtype, m, along_k)
+    assert theirs.device_requests > less * ours.device_requests
+    if m > 1:
+        assert ours.threadgroup_requests < theirs.threadgroup_requests / 5
+    assert (ours.barriers == 0) == (m <= 8)
+
+
 def test_m_is_no_part_of_the_text(simulator: Simulator) -> None:
     weight = lookup4(32, 64, perm=(1, 0))
     for m in (9, 16, 17, 33, 50, 70):
@@ -364,7 +380,11 @@ def test_positions_over_32_bits(kernel: str) -> None:
         ("ALIGNED", True),
         ("BLOCK", block),
     ]
-    facts += [("ROWS", 1), ("OUTS", 4)] if kernel == "gemv_rows" else [("ALONG_K", False), ("BM", 16), ("BN", 64)]
+    facts += (
+        [("ROWS", 1), ("OUTS", 4)]
+        if kernel == "gemv_rows"
+        else [("ALONG_K", False), ("FOURS", True), ("BM", 16), ("BN", 64)]
+    )
     made = signature(kernel, arrays, {"y": np.dtype(np.float32)}, text, metal_source.HEADER, [*facts, ("EXACT", True)])
     grid, group = ((32, N // 4, 1), (32, 2, 1)) if kernel == "gemv_rows" else ((N // 64 * 128, 1, 1), (128, 1, 1))
     groups = N // 8 if kernel == "gemv_rows" else N // 64

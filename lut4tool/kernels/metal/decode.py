@@ -24,8 +24,7 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 for (uint i = 0; i < WORDS; ++i) {
   ulong word = (ulong(threadgroup_position_in_grid.x) * WORDS + i) * THREADS + t;
   ulong first = 8 * word;
-  if (first >= total) return;
-  uint count = uint(min(ulong(8), total - first));
+  uint count = uint(min(ulong(8), total - min(first, total)));
   float weights[8];
   if (BLOCK % 8 == 0 && count == 8) {
     uint block = block_of_word<BLOCK>(word);

@@ -31,7 +31,7 @@ float low[ROWS][COLUMNS] = {};
 for (uint start = part * depth; start < stop; start += 32 / LANES * LINES_OF_LANE) {  // the same for all lanes
   uint4 chunk[LINES_OF_LANE];
   ulong line[LINES_OF_LANE];
-  float scale[LINES_OF_LANE];
+  float scale[LINES_OF_LANE] = {};
   bool live[LINES_OF_LANE];
   float values[ROWS][LINES_OF_LANE];
   UNROLL for (uint i = 0; i < LINES_OF_LANE; ++i) {
@@ -39,7 +39,6 @@ for (uint start = part * depth; start < stop; start += 32 / LANES * LINES_OF_LAN
     live[i] = k < stop && n0 < N;
     line[i] = ulong(k) * N + n0;
     chunk[i] = uint4(0);
-    scale[i] = 0.0f;
     if (ALIGNED && live[i]) {
       if (WORDS == 4) chunk[i] = ((const device uint4*)packed)[line[i] / 32];
       else chunk[i].xy = ((const device uint2*)packed)[line[i] / 16];
@@ -55,7 +54,7 @@ for (uint start = part * depth; start < stop; start += 32 / LANES * LINES_OF_LAN
           scale[i] = float(scales[block_of_word<BLOCK>(line[i] / 8 + word)]);
         weights_of_word<W, false, HIGH_FIRST>(chunk[i][word], table, 0.0f, scale[i], weights[i]);
       } else {
-        uint count = live[i] && n0 + 8 * word < N ? min(8u, N - n0 - 8 * word) : 0;
+        uint count = live[i] ? min(8u, N - min(n0 + 8 * word, N)) : 0;
         weights_from<W, false, HIGH_FIRST, false, BLOCK>(
             line[i] + 8 * word, count, packed, scales, levels, table, weights[i]);
       }
@@ -65,8 +64,7 @@ for (uint start = part * depth; start < stop; start += 32 / LANES * LINES_OF_LAN
         float term = 0.0f;
         UNROLL for (uint i = 0; i < LINES_OF_LANE; ++i)
           if (live[i]) term = fma(values[m][i], weights[i][c], term);
-        if (EXACT) add_exactly(high[m][8 * word + c], low[m][8 * word + c], term);
-        else high[m][8 * word + c] += term;
+        add_to<EXACT>(high[m][8 * word + c], low[m][8 * word + c], term);
       }
     }
   }
@@ -74,10 +72,10 @@ for (uint start = part * depth; start < stop; start += 32 / LANES * LINES_OF_LAN
 
 UNROLL for (uint m = 0; m < ROWS; ++m) {
   UNROLL for (uint c = 0; c < COLUMNS; ++c) {
-    UNROLL for (ushort bit = LANES; bit < 32; bit *= 2) {
+    UNROLL for (ushort bit = 16; bit >= LANES; bit /= 2) {
       float other = simd_shuffle_xor(high[m][c], bit);
-      low[m][c] += simd_shuffle_xor(low[m][c], bit);
-      add_exactly(high[m][c], low[m][c], other);
+      if (EXACT) low[m][c] += simd_shuffle_xor(low[m][c], bit);
+      add_to<EXACT>(high[m][c], low[m][c], other);
     }
     if (lane < LANES && m0 + m < M && n0 + c < N) {
       ulong place = (ulong(part) * M + m0 + m) * N + n0 + c;

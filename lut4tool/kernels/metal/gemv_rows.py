@@ -9,7 +9,7 @@ from lut4tool.kernels.metal.weights import INPUTS, DeviceWeight
 
 SIMDGROUPS = 2
 #: Rows of x that are made together -> outputs of a simdgroup: registers hold ROWS * OUTS sums.
-OUTS = {1: 4, 2: 2, 4: 1, 8: 1}
+OUTS = {1: 4, 2: 4, 4: 4, 8: 2}
 
 # Each lane takes 32 codes of a line at a time with one load (8 where blocks or lines are not aligned), and adds 8
 # products at a time: 4 + 1 roundings deep, into a compensated sum where x is float32.
@@ -30,21 +30,27 @@ for (uint start = 0; start < K; start += 32 * PER_LANE) {  // the same for all l
   bool live = k < K;
   ulong line[OUTS];
   uint4 chunk[OUTS];
-  float scale[OUTS];
-  float zero[OUTS];
+  float scale[OUTS] = {};
+  float zero[OUTS] = {};
   UNROLL for (uint r = 0; r < OUTS; ++r) {
     line[r] = min(n0 + r, N - 1) * pitch + k;
     chunk[r] = uint4(0);
     if (ALIGNED && live) chunk[r] = ((const device uint4*)packed)[line[r] / 32];
-    scale[r] = 0.0f;
-    zero[r] = 0.0f;
   }
   UNROLL for (uint word = 0; word < PER_LANE / 8; ++word) {
     uint count = live ? min(8u, K - k) : 0;
     float values[ROWS][8];
     UNROLL for (uint m = 0; m < ROWS; ++m) {
       const device T* row = x + ulong(min(m0 + m, M - 1)) * K + k + 8 * word;
-      UNROLL for (uint i = 0; i < 8; ++i) values[m][i] = i < count ? float(row[i]) : 0.0f;
+      if (ALIGNED) {
+        float4 left = live ? four_of(row) : float4(0.0f), right = live ? four_of(row + 4) : float4(0.0f);
+        UNROLL for (uint i = 0; i < 4; ++i) {
+          values[m][i] = left[i];
+          values[m][4 + i] = right[i];
+        }
+      } else {
+        UNROLL for (uint i = 0; i < 8; ++i) values[m][i] = i < count ? float(row[i]) : 0.0f;
+      }
     }
     UNROLL for (uint r = 0; r < OUTS; ++r) {
       float weights[8];
@@ -66,11 +72,7 @@ for (uint start = 0; start < K; start += 32 * PER_LANE) {  // the same for all l
           left = fma(values[m][i], weights[i], left);
           right = fma(values[m][4 + i], weights[4 + i], right);
         }
-        if (EXACT) {
-          if (live) add_exactly(high[m][r], low[m][r], left + right);
-        } else {
-          if (live) high[m][r] += left + right;
-        }
+        if (live) add_to<EXACT>(high[m][r], low[m][r], left + right);
       }
     }
   }
@@ -78,10 +80,10 @@ for (uint start = 0; start < K; start += 32 * PER_LANE) {  // the same for all l
 
 UNROLL for (uint m = 0; m < ROWS; ++m) {
   UNROLL for (uint r = 0; r < OUTS; ++r) {
-    UNROLL for (ushort bit = 1; bit < 32; bit *= 2) {
+    UNROLL for (ushort bit = 16; bit >= 1; bit /= 2) {
       float other = simd_shuffle_xor(high[m][r], bit);
-      low[m][r] += simd_shuffle_xor(low[m][r], bit);
-      add_exactly(high[m][r], low[m][r], other);
+      if (EXACT) low[m][r] += simd_shuffle_xor(low[m][r], bit);
+      add_to<EXACT>(high[m][r], low[m][r], other);
     }
     if (lane == 0 && m0 + m < M && n0 + r < N)
       y[ulong(m0 + m) * N + n0 + r] = T(total(high[m][r], low[m][r]));

@@ -28,6 +28,13 @@ inline void add_exactly(thread F& high, thread F& low, F term) {
   high = sum;
 }
 
+// The same, without a correction where none is wanted.
+template <bool EXACT>
+inline void add_to(thread float& high, thread float& low, float term) {
+  if (EXACT) add_exactly(high, low, term);
+  else high += term;
+}
+
 // A sum that has left float32 has no correction: low is NaN then.
 inline float total(float high, float low) {
   return isfinite(high) ? high + low : high;
@@ -42,6 +49,19 @@ inline uint code_of(uint word, uint i) {
 // The two elements of a matrix that a lane holds.
 inline thread float2& elements_of(thread simdgroup_matrix<float, 8, 8>& matrix) {
   return reinterpret_cast<thread float2&>(matrix.thread_elements());
+}
+
+// Four neighbours with one load, of any alignment.
+inline float4 four_of(const device float* from) {
+  return *(const device packed_float4*)from;
+}
+
+template <typename Half>
+inline float4 four_of(const device Half* from) {
+  ushort4 bits = *(const device packed_ushort4*)from;
+  return float4(
+      float(as_type<Half>(bits.x)), float(as_type<Half>(bits.y)), float(as_type<Half>(bits.z)),
+      float(as_type<Half>(bits.w)));
 }
 
 // A codebook spread over a simdgroup: lane l holds entry l % 16. All lanes must look up together.
@@ -66,7 +86,7 @@ inline float weight_of(uint code, Table table, float zero, float scale) {
 // The block that holds a word of 8 codes, where blocks hold whole words.
 template <int BLOCK>
 inline uint block_of_word(ulong word) {
-  return uint(word) / (BLOCK < 8 ? 1 : BLOCK / 8);
+  return uint(word) / (max(BLOCK, 8) / 8);
 }
 
 // The 8 weights of a word that lies in one block.

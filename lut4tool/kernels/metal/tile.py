@@ -22,8 +22,11 @@ constexpr uint BK = 64, PAD = 16 / sizeof(C), THREADS = 128;
 constexpr uint LINES = ALONG_K ? BK : BN, LENGTH = ALONG_K ? BN : BK, PITCH = LENGTH + PAD;
 constexpr uint CODES = LINES * LENGTH / THREADS, PER_LINE = LENGTH / CODES;
 constexpr uint TM = BM / 16, TN = BN / 16;
-threadgroup C xs[BM * (BK + PAD)];
-threadgroup C ws[LINES * PITCH];
+typedef vec<C, 4> C4;
+threadgroup C4 x_tile[BM * (BK + PAD) / 4];
+threadgroup C4 w_tile[LINES * PITCH / 4];
+threadgroup C* xs = (threadgroup C*)x_tile;
+threadgroup C* ws = (threadgroup C*)w_tile;
 threadgroup float2 pairs[AFFINE ? 1 : 256];
 
 uint M = x_shape[0], K = x_shape[1], N = dims[0];
@@ -54,10 +57,17 @@ UNROLL for (uint i = 0; i < TM; ++i) {
 for (uint k0 = 0; k0 < K; k0 += BK) {
   threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tiles are used up, and `pairs` is there
 
-  for (uint i = t; i < BM * BK; i += THREADS) {
+  for (uint i = 4 * t; i < BM * BK; i += 4 * THREADS) {
     uint m = i / BK, k = i % BK;
-    bool live = m0 + m < M && k0 + k < K;
-    xs[m * (BK + PAD) + k] = C(live ? float(x[ulong(m0 + m) * K + k0 + k]) : 0.0f);
+    const device T* row = x + ulong(m0 + m) * K + k0 + k;
+    uint count = m0 + m < M ? K - min(k0 + k, K) : 0;
+    float4 four = float4(0.0f);
+    if (FOURS) {
+      if (count) four = four_of(row);
+    } else {
+      UNROLL for (uint j = 0; j < 4; ++j) four[j] = j < count ? float(row[j]) : 0.0f;
+    }
+    *(threadgroup C4*)(xs + m * (BK + PAD) + k) = C4(C(four.x), C(four.y), C(four.z), C(four.w));
   }
 
   uint line = t / PER_LINE, place = t % PER_LINE * CODES;
@@ -80,15 +90,17 @@ for (uint k0 = 0; k0 < K; k0 += BK) {
         scale = float(scales[block]);
         zero = AFFINE ? float(levels[ONE_ZERO ? 0 : block]) : 0.0f;
       }
+      C4 four = C4(C(0.0f));
       UNROLL for (uint byte = 0; byte < 4; ++byte) {
         uint codes = (chunk[word] >> (8 * byte)) & 255;
         float2 both = AFFINE ? float2(float(W(float(codes & 15) - zero)), float(W(float(codes >> 4) - zero)))
                              : pairs[AFFINE ? 0 : codes];
-        to[8 * word + 2 * byte] = C(live ? float(W(both.x * scale)) : 0.0f);
-        to[8 * word + 2 * byte + 1] = C(live ? float(W(both.y * scale)) : 0.0f);
+        four[byte % 2 * 2] = C(live ? float(W(both.x * scale)) : 0.0f);
+        four[byte % 2 * 2 + 1] = C(live ? float(W(both.y * scale)) : 0.0f);
+        if (byte % 2 == 1) *(threadgroup C4*)(to + 8 * word + 2 * byte - 2) = four;
       }
     } else {
-      uint count = live && inner + 8 * word < inner_end ? min(8u, inner_end - inner - 8 * word) : 0;
+      uint count = live ? min(8u, inner_end - min(inner + 8 * word, inner_end)) : 0;
       float weights[8];
       weights_from<W, AFFINE, HIGH_FIRST, ONE_ZERO, BLOCK>(
           first + 8 * word, count, packed, scales, levels, table, weights);
@@ -98,7 +110,8 @@ for (uint k0 = 0; k0 < K; k0 += BK) {
 
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  for (uint k = 0; k < BK && k0 + k < K; k += 8) {
+  uint depth = min(BK, K - k0);
+  for (uint k = 0; k < depth; k += 8) {
     simdgroup_matrix<C, 8, 8> a[TM];
     simdgroup_matrix<C, 8, 8> b[TN];
     UNROLL for (uint i = 0; i < TM; ++i)
@@ -155,6 +168,7 @@ def tile(x: mx.array, weight: DeviceWeight, multiply_in: mx.Dtype | None = None)
             ("C", multiply_in or x.dtype),
             *weight.template,
             ("ALONG_K", weight.along_k),
+            ("FOURS", weight.K % 4 == 0),
             ("BM", bm),
             ("BN", bn),
             ("EXACT", exact),
