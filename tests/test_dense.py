@@ -69,7 +69,7 @@ def test_convolutions(group, depth, count, size, kernel):
         assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("types", itertools.product((np.uint8, np.int8), repeat=2))
+@pytest.mark.parametrize("types", list(itertools.product((np.uint8, np.int8), repeat=2)))
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 64, 777), (9, 513, 5), (32, 200, 64)])
 @pytest.mark.parametrize("one", [True, False])
 def test_products_of_bytes_are_exact(types, shape, one):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import numpy as np
 from onnx import TensorProto
 
+from lut4tool.runtime import dense
+from lut4tool.runtime.dtypes import on_host
 from lut4tool.runtime.ops.compute import finish, numpy_type, working
 from lut4tool.runtime.ops.contrib_attention import only, self_attention
 from lut4tool.runtime.ops.math import coerced
@@ -20,9 +24,10 @@ from lut4tool.runtime.ops.quantization import (
     quantize_linear,
     to_integers,
 )
-from lut4tool.runtime.ops.rnn import Floats, lstm_step, recur
+from lut4tool.runtime.ops.rnn import lstm, lstm_step, recur
 from lut4tool.runtime.ops.window import Ints
-from lut4tool.runtime.registry import REQUIRED, op
+from lut4tool.runtime.plan import Node
+from lut4tool.runtime.registry import REQUIRED, Unsupported, op
 
 MICROSOFT = "com.microsoft"
 
@@ -247,31 +252,65 @@ def qattention(
 # -- DynamicQuantizeLSTM
 
 
-@op("DynamicQuantizeLSTM", domain=MICROSOFT, host=(4,))
-def dynamic_quantize_lstm(
-    x: Any, w: Any, r: Any, b: Any = None, sequence_lens: Any = None, initial_h: Any = None, initial_c: Any = None,
-    p: Any = None, w_scale: Any = REQUIRED, w_zero_point: Any = REQUIRED, r_scale: Any = REQUIRED,
-    r_zero_point: Any = REQUIRED, *, activation_alpha: Floats = None, activation_beta: Floats = None,
-    activations: Sequence[str] | None = None, clip: float | None = None, direction: str = "forward",
-    hidden_size: int | None = None, input_forget: int = 0,
-) -> Any:  # fmt: skip
-    """LSTM with quantized weights [D, I or H, 4 * H]; its inputs, and its state in each step, are rounded to 8 bits."""
-    weights = (_weights(w, w_scale, w_zero_point), _weights(r, r_scale, r_zero_point))
-    return recur(
-        lstm_step, x, *weights, b, sequence_lens, (initial_h, initial_c), p,
-        names=activations or ("Sigmoid", "Tanh", "Tanh") * w.shape[0], alphas=activation_alpha, betas=activation_beta,
-        clip=clip, direction=direction, layout=0, flag=input_forget, seen=_rounded_to_8_bits,
-    )  # fmt: skip
+@op("DynamicQuantizeLSTM", domain=MICROSOFT, host=(4,), planned=True)
+def dynamic_quantize_lstm(node: Node) -> Callable[..., Any]:
+    """LSTM with quantized weights [D, I or H, 4 * H]; its inputs, and its state in each step, are rounded to 8 bits.
+
+    On a CPU constant weights are packed, and their products are those of integers.
+    """
+    options: dict[str, Any] = {"direction": "forward", "input_forget": 0, "clip": None, "activation_alpha": None}
+    options |= {"activation_beta": None, "activations": None, "hidden_size": None, **node.attributes}
+    if unknown := sorted(set(options) - set(signature(lstm).parameters)):
+        raise Unsupported(f"it has no attribute '{unknown[0]}' that is supported")
+    packed_w, packed_r = (_packed(node, weight, zero) for weight, zero in ((1, 9), (2, 11)))
+
+    def run(
+        x: Any, w: Any, r: Any, b: Any = None, sequence_lens: Any = None, initial_h: Any = None, initial_c: Any = None,
+        p: Any = None, w_scale: Any = REQUIRED, w_zero_point: Any = REQUIRED, r_scale: Any = REQUIRED,
+        r_zero_point: Any = REQUIRED,
+    ) -> Any:  # fmt: skip
+        through = _products(w, w_scale, w_zero_point, packed_w)
+        back = _products(r, r_scale, r_zero_point, packed_r)
+        xp, w, r = working(w, r)
+        return recur(
+            lstm_step, x, xp.swapaxes(w, 1, 2), xp.swapaxes(r, 1, 2), b, sequence_lens, (initial_h, initial_c), p,
+            names=options["activations"] or ("Sigmoid", "Tanh", "Tanh") * w.shape[0],
+            alphas=options["activation_alpha"], betas=options["activation_beta"], clip=options["clip"],
+            direction=options["direction"], layout=0, flag=options["input_forget"],
+            products=list(zip(through, back, strict=True)),
+        )  # fmt: skip
+
+    return run
 
 
-def _weights(q: Any, scale: Any, zero: Any) -> Any:
-    """LSTM's weights [D, 4 * H, I or H] of quantized ones [D, I or H, 4 * H], one scale a direction or a column."""
-    xp, steps, factor, offset = working(q, scale, zero)
-    factor, offset = (part.reshape(q.shape[0], 1, -1).astype(xp.float32) for part in (factor, offset))
-    return xp.swapaxes((steps.astype(xp.float32) - offset) * factor, 1, 2)
+def _packed(node: Node, weight: int, zero: int) -> list[dense.Bytes] | None:
+    """The weights of each direction for the native product, None where they or their zero points are not constant."""
+    q, offset = node.constants[weight], node.constants[zero]
+    if q is None or offset is None or not on_host():
+        return None
+    found = [dense.pack_bytes(*part) for part in zip(q, offset.reshape(q.shape[0], -1), strict=True)]
+    packed = [part for part in found if part is not None]
+    return packed if len(packed) == len(found) else None
 
 
-def _rounded_to_8_bits(x: Any) -> Any:
-    """What DynamicQuantizeLinear keeps of x."""
+def _products(q: Any, scale: Any, zero: Any, packed: Sequence[dense.Bytes] | None) -> list[Callable[[Any], Any]]:
+    """What multiplies rounded values by the weights q [D, I, 4 * H] of each direction, one scale each or a column."""
+    xp, factors = working(scale.reshape(q.shape[0], -1))
+    if packed is None:
+        _, steps, offset = working(q, zero.reshape(q.shape[0], 1, -1))
+        floats = (steps.astype(xp.float32) - offset.astype(xp.float32)) * factors[:, None]
+        return [partial(_rounded_product, matrix) for matrix in floats]
+    return [partial(_byte_product, *part) for part in zip(packed, factors, strict=True)]
+
+
+def _rounded_product(matrix: Any, x: Any) -> Any:
+    """The product of what DynamicQuantizeLinear keeps of x."""
     xp, steps, scale, zero = working(*dynamic_quantize_linear(x))
-    return _real(xp, steps, scale, zero)
+    return _real(xp, steps, scale, zero) @ matrix
+
+
+def _byte_product(matrix: dense.Bytes, factor: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """The same by integers."""
+    steps, scale, zero = dynamic_quantize_linear(x)
+    total = dense.matmul_bytes(steps.reshape(-1, x.shape[-1]), zero, matrix).reshape(*x.shape[:-1], -1)
+    return total * (scale * factor)

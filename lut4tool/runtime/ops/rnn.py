@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+from lut4tool.runtime import dense
 from lut4tool.runtime.ops.compute import finish, working
 from lut4tool.runtime.registry import op
 
@@ -45,16 +48,19 @@ def _activations(xp: Any, names: Sequence[str], alphas: Floats, betas: Floats) -
 
 @dataclass(frozen=True)
 class Cell:
-    """What one direction's steps are computed with: recurrent weights [H, gates * H], the biases and the options."""
+    """What one direction's steps are computed with: recurrent weights [H, gates * H], the biases and the options.
+
+    multiply: the product of a state and the recurrent weights, or some columns of them.
+    """
 
     xp: Any
+    multiply: Callable[..., Any]
     recurrent: Any
     bias: Any
     peephole: Any
     activations: Sequence[Activation]
     clip: float | None
     flag: int
-    seen: Activation  # what an LSTM's product sees of its state
 
     def act(self, index: int, x: Any) -> Any:
         """An activation of a gate, its input bounded by `clip`."""
@@ -64,7 +70,7 @@ class Cell:
 def lstm_step(cell: Cell, x: Any, state: Any) -> Any:
     """One step from x [B, 4H] (i, o, f, c; biases added) and state (h, c), each [B, H]; flag: input_forget."""
     h, c = state
-    size, gates = h.shape[-1], x + cell.seen(h) @ cell.recurrent
+    size, gates = h.shape[-1], x + cell.multiply(h, cell.recurrent)
     new = cell.act(1, gates[:, 3 * size :])
     if cell.peephole is None:
         gates = cell.act(0, gates[:, : 3 * size])
@@ -84,30 +90,41 @@ def _gru_step(cell: Cell, x: Any, state: Any) -> Any:
     (h,) = state
     both, bias = 2 * h.shape[-1], cell.bias[2 * h.shape[-1] :]
     if cell.flag:
-        product = h @ cell.recurrent
+        product = cell.multiply(h, cell.recurrent)
         gates = cell.act(0, x[:, :both] + product[:, :both])
         z, r = gates[:, : both // 2], gates[:, both // 2 :]
         new = cell.act(1, x[:, both:] + r * (product[:, both:] + bias))
     else:
-        gates = cell.act(0, x[:, :both] + h @ cell.recurrent[:, :both])
+        gates = cell.act(0, x[:, :both] + cell.multiply(h, cell.recurrent[:, :both]))
         z, r = gates[:, : both // 2], gates[:, both // 2 :]
-        new = cell.act(1, x[:, both:] + (r * h) @ cell.recurrent[:, both:] + bias)
+        new = cell.act(1, x[:, both:] + cell.multiply(r * h, cell.recurrent[:, both:]) + bias)
     return ((1 - z) * new + z * h,)
 
 
 def _rnn_step(cell: Cell, x: Any, state: Any) -> Any:
     """One step from x [B, H] (biases added) and state (h,)."""
-    return (cell.act(0, x + state[0] @ cell.recurrent),)
+    return (cell.act(0, x + cell.multiply(state[0], cell.recurrent)),)
+
+
+def _multiply(xp: Any, x: Any, matrix: Any) -> Any:
+    """Return x [..., I] @ matrix [I, gates * H]."""
+    if xp is not np:
+        return x @ matrix
+    return dense.matmul(x.reshape(-1, x.shape[-1]), matrix).reshape(*x.shape[:-1], -1)
+
+
+def _without_matrix(multiply: Activation) -> Callable[[Any, Any], Any]:
+    return lambda x, _: multiply(x)
 
 
 def recur(
     step: Callable[[Cell, Any, Any], Any], x: Any, w: Any, r: Any, b: Any, lengths: Any, states: Sequence[Any], p: Any,
     *, names: Sequence[str], alphas: Floats, betas: Floats, clip: float | None, direction: str, layout: int,
-    flag: int = 0, seen: Activation = lambda x: x,
+    flag: int = 0, products: Sequence[tuple[Activation, Activation]] | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Run a cell over x [T, B, I] in each direction: Y [T, D, B, H] and each state [D, B, H] (layout 1: B first).
 
-    seen: what the products see of their inputs and, in an LSTM, of its state (a dynamic quantization of them).
+    products: for each direction what multiplies x and, in an LSTM, its state by the weights, in the place of w and r.
     Past a sequence's length its state stays and Y is 0; so a reverse direction starts at each sequence's own end.
     """
     like = x
@@ -120,12 +137,14 @@ def recur(
     ends = None if lengths is None else [xp.array(lengths > t)[:, None] for t in range(steps)]
     outputs, finals = [], []
     for d in range(directions):
-        w_bias, r_bias = (xp.zeros_like(w[d, :, 0]),) * 2 if b is None else (b[d, :gates], b[d, gates:])
+        w_bias, r_bias = (xp.zeros((gates,), dtype=x.dtype),) * 2 if b is None else (b[d, :gates], b[d, gates:])
         # The last recurrent bias of a GRU is added in its step: it may come under the reset gate.
         early = xp.where(xp.arange(gates) < 2 * hidden, r_bias, 0 * r_bias) if step is _gru_step else r_bias
-        inputs = seen(x) @ w[d].T + (w_bias + early)
+        product, multiply = (None, None) if products is None else products[d]
+        inputs = (_multiply(xp, x, w[d].T) if product is None else product(x)) + (w_bias + early)
         act = functions[d * count : (d + 1) * count]
-        cell = Cell(xp, r[d].T, r_bias, None if p is None else p[d], act, clip, flag, seen)
+        recurrent = partial(_multiply, xp) if multiply is None else _without_matrix(multiply)
+        cell = Cell(xp, recurrent, r[d].T, r_bias, None if p is None else p[d], act, clip, flag)
         state = tuple(xp.zeros_like(inputs[0, :, :hidden]) if s is None else s[d] for s in states)
         sequence: list[Any] = [None] * steps
         for t in reversed(range(steps)) if direction == "reverse" or d == 1 else range(steps):
