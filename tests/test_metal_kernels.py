@@ -15,6 +15,7 @@ from benchmarks import metal_cost
 from lut4tool import formats
 from lut4tool.formats import Lookup4Weight, QmmWeight
 from lut4tool.kernels import MLX_FLOAT, metal
+from lut4tool.kernels.metal import probe
 from lut4tool.kernels.metal import source as metal_source
 from lut4tool.kernels.metal import weights as metal_weights
 from lut4tool.kernels.metal.gemv_rows import SOURCE as GEMV_ROWS
@@ -45,11 +46,11 @@ QMM_SHAPES = [(40, 128, 32), (33, 96, 64), (24, 100, 32), (33, 50, 16)]
 def simulator(monkeypatch: Any) -> Iterator[Simulator]:
     simulator = Simulator()
     simulator.install(monkeypatch)
-    for cache in (metal_source.built, metal.available):
-        cache.cache_clear()
+    metal_source.built.cache_clear()
+    probe.forget()
     yield simulator
-    for cache in (metal_source.built, metal.available):
-        cache.cache_clear()
+    metal_source.built.cache_clear()
+    probe.forget()
 
 
 def sampled(cases: list[tuple[Any, ...]], every: int) -> list[Any]:
@@ -61,9 +62,8 @@ def sampled(cases: list[tuple[Any, ...]], every: int) -> list[Any]:
 
 
 def product(x: np.ndarray, weight: Lookup4Weight | QmmWeight, kernel: str | None = None) -> np.ndarray:
-    given = to_mlx(x)
-    assert metal.refuses(given, weight) is None
-    return to_numpy((metal.lookup4_matmul if isinstance(weight, Lookup4Weight) else metal.qmm)(given, weight, kernel))
+    multiply = metal.lookup4_matmul if isinstance(weight, Lookup4Weight) else metal.qmm
+    return to_numpy(multiply(to_mlx(x), weight, kernel))
 
 
 def names(simulator: Simulator) -> list[str]:
@@ -187,7 +187,7 @@ def test_no_rows_give_no_rows(dtype: str, perm: tuple[int, int], simulator: Simu
 
 
 def test_the_kernel_is_chosen_by_m(simulator: Simulator, monkeypatch: Any) -> None:
-    monkeypatch.setitem(metal.LARGEST_M, "tile", {mx.float32: None, mx.float16: 20})
+    monkeypatch.setitem(metal.MOST_ROWS, "half", {"gemv": 8, "tile": 20})
     wanted = {
         ("float32", 8): "gemv_rows",
         ("float32", 9): "tile",
@@ -250,42 +250,73 @@ def test_kernels_are_built_once_and_weights_copied_once(simulator: Simulator) ->
     assert metal_weights.on_device(weight) is metal_weights.on_device(weight)
 
 
-def test_available_tries_a_product(simulator: Simulator, monkeypatch: Any) -> None:
+def test_available_where_mlx_computes_with_metal(simulator: Simulator, monkeypatch: Any) -> None:
+    gpu = mx.default_device().type == mx.DeviceType.gpu
+    assert metal.available() == gpu
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     assert metal.available()
-    assert names(simulator) == ["gemv_rows"]
-    metal.available.cache_clear()
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     assert not metal.available()
 
 
+PROBED: list[tuple[str, Any]] = [
+    ("float32", lambda: lookup4(64, 64, perm=(1, 0), weight_dtype="float16")),
+    ("bfloat16", lambda: lookup4(40, 50, 12, weight_dtype="bfloat16", high_nibble_first=False)),
+    ("float16", lambda: qmm(24, 96, 24, np.float16, "one")),
+    ("float32", lambda: qmm(24, 33, 16, np.float32, "float")),
+    ("float32", lambda: qmm(24, 32, 24, np.float32)),
+    ("float32", lambda: lookup4(43, 64, perm=(0, 1))),
+]
+
+
+@pytest.mark.parametrize(("dtype", "weight"), PROBED)
+def test_each_kernel_is_tried_once_before_it_is_trusted(dtype: str, weight: Any, simulator: Simulator) -> None:
+    made = weight()
+    for m in (1, 5):
+        assert metal.refuses(to_mlx(values(dtype, m, 96)[:, : depth(made)]), made) is None
+    tried = [call.signature.call for call in simulator.calls]
+    assert len(tried) in (2, 3)
+    simulator.calls.clear()
+    for kernel in ("gemv", "tile"):
+        product(values(dtype, 1, depth(made)), made, kernel)
+    used = [call.signature.call for call in simulator.calls]
+    of_tiny, of_weight = ([call.split("<")[1] for call in calls if "join" not in call] for calls in (tried, used))
+    assert of_tiny == of_weight  # the very text that the weight gets
+
+
+def depth(weight: Lookup4Weight | QmmWeight) -> int:
+    return weight.shape[0] if isinstance(weight, Lookup4Weight) else weight.K
+
+
 @pytest.mark.parametrize(
-    "edit",
+    ("wrong", "sentence"),
     [
-        lambda text: text.replace("fma(", "wrong("),
-        lambda text: text.replace("+= left", "-= left").replace("left + right)", "left)"),
+        (lambda text: text.replace("fma(", "wrong("), "its gemv kernel does not run here: .*'wrong'"),
+        (lambda text: text.replace("left + right)", "left)"), r"its gemv kernel gives 16.0 here where 32.0 is right"),
+        (lambda text: text.replace("simdgroup_load(a", "wrong(a"), "its tile kernel does not run here"),
+        (lambda text: text.replace("k < depth", "k < 16"), r"its tile kernel gives 16.0 here where 32.0 is right"),
     ],
 )
-def test_a_kernel_that_does_not_work_is_not_available(edit: Any, simulator: Simulator) -> None:
-    def failing(name: str, source: str, header: str) -> tuple[str, str]:
-        return edit(source), header
+def test_a_kernel_that_fails_is_not_used(wrong: Any, sentence: str, simulator: Simulator, monkeypatch: Any) -> None:
+    simulator.edit = lambda name, source, header: (wrong(source), header)
+    simulated = simulator.metal_kernel
 
-    simulator.edit = failing
-    original = simulator.metal_kernel
-
-    def as_mlx_does(**facts: Any) -> Any:
-        kernel = original(**facts)
+    def as_mlx(**facts: Any) -> Any:
+        kernel = simulated(**facts)
 
         def call(**given: Any) -> Any:
             try:
                 return kernel(**given)
             except CompileError as error:
-                raise RuntimeError(f"[metal::Device] Unable to build metal library: {error}") from error
+                raise RuntimeError(f"[metal::Device] Unable to build metal library from source: {error}") from error
 
         return call
 
-    mx.fast.metal_kernel = as_mlx_does  # the fixture puts the real one back
-    with pytest.warns(UserWarning, match="lut4tool's Metal kernels"):
-        assert not metal.available()
+    monkeypatch.setattr(mx.fast, "metal_kernel", as_mlx)
+    weight, x = lookup4(64, 64, perm=(1, 0)), mx.ones((1, 64))
+    with pytest.warns(UserWarning, match=re.compile(sentence, re.DOTALL)):
+        assert re.search(sentence, str(metal.refuses(x, weight)), re.DOTALL)
+    assert metal.refuses(x, lookup4(64, 64, perm=(1, 0), seed=2)) is not None  # no second warning
 
 
 @pytest.mark.parametrize(

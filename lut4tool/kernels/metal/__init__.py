@@ -7,28 +7,24 @@ weights rounded as proved, sum in float32 and round once. Checked by simulation 
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Mapping
-from functools import cache
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
 
-from lut4tool.formats import NF4, Lookup4Weight, QmmWeight
+from lut4tool.formats import Lookup4Weight, QmmWeight
+from lut4tool.kernels.metal import probe
 from lut4tool.kernels.metal.decode import decode
 from lut4tool.kernels.metal.gemv_columns import gemv_columns
 from lut4tool.kernels.metal.gemv_rows import gemv_rows
 from lut4tool.kernels.metal.tile import tile
-from lut4tool.kernels.metal.weights import LEAST_ELEMENTS, MLX_FLOAT, DeviceWeight, on_device
+from lut4tool.kernels.metal.weights import LEAST_ELEMENTS, MLX_FLOAT, on_device
 
 KERNELS = ("gemv", "tile", "decode")
 
-#: The largest M that a kernel serves, by x's type; not measured yet (no Mac was at hand). In float32 a dense product
-#: of MLX is not within the bound, so that it is only made where it is asked for.
-LARGEST_M: Mapping[str, Mapping[mx.Dtype, int | None]] = {
-    "gemv": {mx.float32: 8, mx.float16: 8, mx.bfloat16: 8},
-    "tile": {mx.float32: None, mx.float16: 256, mx.bfloat16: 256},
-}
+#: The most rows of x that each kernel serves, by class of type; not measured yet (no Mac was at hand). In float32 a
+#: dense product of MLX is not within the bound: it is made only where it is asked for.
+MOST_ROWS = {"half": {"gemv": 8, "tile": 256}, "float32": {"gemv": 8, "tile": 1 << 62}}
 
 #: Weights' elements and the sides of a product that the kernels' indices hold.
 MOST_ELEMENTS, MOST_SIDE = 2**35, 2**31 - 1
@@ -38,25 +34,13 @@ QMM_HALF = "LUT4TOOL_QMM_HALF"
 _HALF_NORMAL, _HALF_LARGEST = 2.0**-14, 65504.0
 
 
-@cache
 def available() -> bool:
-    """Whether this machine has Metal and a tiny product comes out right; a warning says where it does not."""
-    if not mx.metal.is_available():
-        return False
-    weight = Lookup4Weight(np.full(64, 0xFF, np.uint8), np.ones(2, np.float32), NF4, 4, 32, 64, (1, 0))
-    try:
-        y = np.array(lookup4_matmul(mx.ones((1, 32), mx.float32), weight))
-    except (RuntimeError, ValueError) as error:
-        warnings.warn(f"lut4tool's Metal kernels do not work here, so slower ones serve: {error}", stacklevel=2)
-        return False
-    if not np.array_equal(y, np.full((1, 4), 32, np.float32)):
-        warnings.warn(f"lut4tool's Metal kernels give {y} for 32, so slower ones serve", stacklevel=2)
-        return False
-    return True
+    """Whether this machine has Metal and MLX computes with it."""
+    return bool(mx.metal.is_available()) and mx.default_device().type == mx.DeviceType.gpu
 
 
 def refuses(x: mx.array, weight: Lookup4Weight | QmmWeight) -> str | None:
-    """Say why a product is not served: types that do not go together, or sizes out of reach."""
+    """Say why a product is not served: types that do not go together, sizes out of reach, a kernel that fails here."""
     if x.dtype not in MLX_FLOAT.values():
         return f"x is {x.dtype}; float32, float16 and bfloat16 are served"
     if x.dtype != mx.float32 and MLX_FLOAT[weight.weight_dtype] != x.dtype:
@@ -66,12 +50,12 @@ def refuses(x: mx.array, weight: Lookup4Weight | QmmWeight) -> str | None:
         return f"K is {K}; {LEAST_ELEMENTS} and more are served"
     if max(K, N) > MOST_SIDE or K * N > MOST_ELEMENTS:
         return f"a weight of {K} x {N} is out of reach of its indices"
-    return None
+    return probe.why_not(x, weight, _product)
 
 
 def lookup4_matmul(x: mx.array, weight: Lookup4Weight, kernel: str | None = None) -> mx.array:
     """Multiply x [M, K] by W, transposed by weight.perm -> [M, N] of x's type; the weight is rounded as it says."""
-    return _product(x, on_device(weight), kernel)
+    return _product(x, weight, kernel)
 
 
 def qmm(x: mx.array, weight: QmmWeight, kernel: str | None = None) -> mx.array:
@@ -82,7 +66,7 @@ def qmm(x: mx.array, weight: QmmWeight, kernel: str | None = None) -> mx.array:
     """
     if os.environ.get(QMM_HALF) == "1" and kernel in (None, "tile") and refuses_half(x, weight) is None:
         return tile(x, on_device(weight), multiply_in=mx.float16)
-    return _product(x, on_device(weight), kernel)
+    return _product(x, weight, kernel)
 
 
 def lookup4_decode(weight: Lookup4Weight) -> mx.array:
@@ -98,7 +82,13 @@ def refuses_half(x: mx.array, weight: QmmWeight) -> str | None:
         return "x has one row"
     if weight.block_size != 32 or weight.K % 32 or weight.N % 32:
         return f"block {weight.block_size}, K {weight.K}, N {weight.N}: block 32 and multiples of 32 are served"
-    return _refuses_half_scales(weight)
+    if weight not in _HALF_SCALES:
+        _HALF_SCALES[weight] = _refuses_half_scales(weight)
+    return _HALF_SCALES[weight]
+
+
+#: What was said of a weight's scales, which are not looked at twice.
+_HALF_SCALES: WeakKeyDictionary[QmmWeight, str | None] = WeakKeyDictionary()
 
 
 def _refuses_half_scales(weight: QmmWeight) -> str | None:
@@ -113,22 +103,20 @@ def _refuses_half_scales(weight: QmmWeight) -> str | None:
     return None
 
 
-def _product(x: mx.array, weight: DeviceWeight, kernel: str | None) -> mx.array:
-    M = x.shape[0]
-    if M == 0:
-        return mx.zeros((0, weight.N), x.dtype)
-    name = kernel or _pick(M, x.dtype)
+def _product(x: mx.array, weight: Lookup4Weight | QmmWeight, kernel: str | None) -> mx.array:
+    rows, on_gpu = x.shape[0], on_device(weight)
+    if rows == 0:
+        return mx.zeros((0, on_gpu.N), x.dtype)
+    name = kernel or pick(rows, x.dtype)
     if name == "gemv":
-        return gemv_columns(x, weight) if weight.along_k else gemv_rows(x, weight)
+        return gemv_columns(x, on_gpu) if on_gpu.along_k else gemv_rows(x, on_gpu)
     if name == "tile":
-        return tile(x, weight)
-    matrix = decode(weight).astype(x.dtype)
-    return x @ (matrix if weight.along_k else matrix[:, : weight.K].T)
+        return tile(x, on_gpu)
+    matrix = decode(on_gpu).astype(x.dtype)
+    return x @ (matrix if on_gpu.along_k else matrix[:, : on_gpu.K].T)
 
 
-def _pick(M: int, dtype: mx.Dtype) -> str:
-    for name, largest in LARGEST_M.items():
-        limit = largest[dtype]
-        if limit is None or limit >= M:
-            return name
-    return "decode"
+def pick(rows: int, dtype: mx.Dtype) -> str:
+    """Name the kernel for a number of rows of x of a type."""
+    most = MOST_ROWS["float32" if dtype == mx.float32 else "half"]
+    return next((name for name, limit in most.items() if rows <= limit), "decode")

@@ -49,8 +49,7 @@ class DeviceWeight:
     @property
     def aligned(self) -> bool:
         """Whether every load of 16 bytes stays in one line, and every word of 8 codes in one block."""
-        length = self.N if self.along_k else self.K
-        return self.pitch % LOAD_CODES == 0 and length % LOAD_CODES == 0 and self.block_size % 8 == 0
+        return is_aligned(self.pitch, self.N if self.along_k else self.K, self.block_size)
 
     @property
     def inputs(self) -> list[mx.array]:
@@ -68,6 +67,11 @@ class DeviceWeight:
             ("ALIGNED", self.aligned),
             ("BLOCK", self.block_size),
         ]
+
+
+def is_aligned(pitch: int, length: int, block_size: int) -> bool:
+    """Whether loads stay in one line of `length` codes, `pitch` apart, and words in one block."""
+    return pitch % LOAD_CODES == 0 and length % LOAD_CODES == 0 and block_size % 8 == 0
 
 
 INPUTS = ("packed", "scales", "levels", "dims")
