@@ -84,3 +84,21 @@ def test_products_of_bytes_are_exact(types, shape, one):
     wanted = (a.astype(np.int64) - a_zero.reshape(-1, 1)) @ (b.astype(np.int64) - b_zero)
     assert (dense.matmul_bytes(a, a_zero, dense.pack_bytes(b, b_zero)) == wanted).all()
     assert (dense.matmul_bytes(a, None, dense.pack_bytes(b, None)) == a.astype(np.int64) @ b.astype(np.int64)).all()
+
+
+@pytest.mark.parametrize("size", [1, 31, 100, 4096])
+@pytest.mark.parametrize("shift", [-9, 0, 9])
+def test_values_are_quantized_as_the_standard_says(size, shift):
+    x = frozen(np.random.default_rng(size).standard_normal(size).astype(np.float32) + np.float32(shift))
+    low, high = min(x.min(), np.float32(0)), max(x.max(), np.float32(0))
+    scale = np.float32(high - low) / np.float32(255)
+    zero = np.rint(np.clip(-low / scale, 0, 255))
+    values, found_scale, found_zero = dense.quantized(x)
+    assert (found_scale, found_zero) == (scale, zero)
+    assert (values == np.clip(np.rint(x / scale) + zero, 0, 255)).all()
+
+
+def test_what_is_not_finite_is_left_to_numpy():
+    assert dense.quantized(np.array([0, np.nan], np.float32)) is None
+    assert dense.quantized(np.full(40, -np.inf, np.float32)) is None
+    assert dense.quantized(np.zeros(3, np.float32))[1] == 1

@@ -1,6 +1,7 @@
 #include "dense.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -285,6 +286,53 @@ void multiply_bytes(const std::uint8_t *a, const std::int8_t *b, const std::int3
             }
         }
     });
+}
+
+namespace {
+
+// The least and greatest of x and 0; false where there is a NaN.
+LUT4TOOL_CLONES bool bounds(const float *x, std::size_t count, float &low, float &high) {
+    constexpr std::size_t LANES = 32;
+    float lows[LANES] = {}, highs[LANES] = {};
+    std::uint32_t unordered = 0;
+    std::size_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        for (std::size_t lane = 0; lane < LANES; ++lane) {
+            const float value = x[i + lane];
+            lows[lane] = value < lows[lane] ? value : lows[lane];
+            highs[lane] = value > highs[lane] ? value : highs[lane];
+            unordered |= value != value;
+        }
+    }
+    for (; i < count; ++i) {
+        lows[0] = std::min(lows[0], x[i]);
+        highs[0] = std::max(highs[0], x[i]);
+        unordered |= x[i] != x[i];
+    }
+    low = *std::min_element(lows, lows + LANES);
+    high = *std::max_element(highs, highs + LANES);
+    return unordered == 0;
+}
+
+LUT4TOOL_CLONES void quantize(const float *x, std::size_t count, float scale, float zero, std::uint8_t *values) {
+    for (std::size_t i = 0; i < count; ++i) {
+        const float step = std::rint(x[i] / scale) + zero;
+        const float most = step < 255.0f ? step : 255.0f;
+        values[i] = std::uint8_t(std::int32_t(most > 0.0f ? most : 0.0f));
+    }
+}
+
+}  // namespace
+
+bool quantize(const float *x, std::size_t count, std::uint8_t *values, float &scale, std::uint8_t &zero) {
+    float low, high;
+    if (!bounds(x, count, low, high) || std::isinf(low) || std::isinf(high)) return false;
+    scale = (high - low) / 255.0f;
+    if (scale == 0.0f) scale = 1.0f;
+    const float point = std::rint(std::min(std::max(-low / scale, 0.0f), 255.0f));
+    zero = std::uint8_t(point);
+    quantize(x, count, scale, point, values);
+    return true;
 }
 
 }  // namespace lut4tool

@@ -93,6 +93,19 @@ void matmul_bytes(const Rows<const std::uint8_t> &a, const Rows<const std::int8_
     multiply_bytes(left, right, points, offsets, sums, M, N, K, target, threads);
 }
 
+using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Scale = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+bool quantize_bytes(const Vector &x, const Bytes &values, const Scale &scale, const Bytes &zero) {
+    check(values.size() == x.size() && scale.size() == 1 && zero.size() == 1, "the results do not fit");
+    const float *input = x.data();
+    std::uint8_t *steps = values.data();
+    float &factor = *scale.data();
+    std::uint8_t &point = *zero.data();
+    nb::gil_scoped_release release;
+    return quantize(input, x.size(), steps, factor, point);
+}
+
 }  // namespace
 
 void add_dense(nb::module_ &m) {
@@ -103,6 +116,8 @@ void add_dense(nb::module_ &m) {
           nb::arg("threads"));
     m.def("conv", &conv, nb::arg("x").noconvert(), nb::arg("w").noconvert(), nb::arg("bias").noconvert().none(),
           nb::arg("geometry"), nb::arg("groups"), nb::arg("y").noconvert(), nb::arg("threads"));
+    m.def("quantize", &quantize_bytes, nb::arg("x").noconvert(), nb::arg("values").noconvert(),
+          nb::arg("scale").noconvert(), nb::arg("zero").noconvert());
     m.def("packed_depth", &packed_depth);
     m.def("matmul_bytes", &matmul_bytes, nb::arg("a").noconvert(), nb::arg("b").noconvert(),
           nb::arg("a_zero").noconvert(), nb::arg("b_zero").noconvert(), nb::arg("b_sums").noconvert(), nb::arg("K"),

@@ -78,6 +78,16 @@ def conv(
     return y
 
 
+def quantized(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """DynamicQuantizeLinear's uint8 values, float32 scale and zero point; None where NumPy must: for a NaN or Inf too."""
+    if _NATIVE is None or not _serves(x):
+        return None
+    steps, scale, zero = np.empty(x.shape, np.uint8), np.empty((), np.float32), np.empty((), np.uint8)
+    if not _NATIVE.quantize(np.ascontiguousarray(x).reshape(-1), steps.reshape(-1), scale.reshape(1), zero.reshape(1)):
+        return None
+    return steps, scale, zero
+
+
 @dataclass(frozen=True)
 class Bytes:
     """A matrix [K, N] of 8-bit integers less its zero points, as the native product reads it: as many bytes, by column.

@@ -11,7 +11,7 @@ import numpy as np
 from lut4tool.runtime import dense
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.ops.compute import finish, working
-from lut4tool.runtime.ops.window import Ints, Window, fold, pad, views, window
+from lut4tool.runtime.ops.window import Ints, Window, check_geometry, fold, pad, views, window
 from lut4tool.runtime.registry import op
 
 # Elements of the unrolled input that are made at a time on a CPU: 8 MB of float32, or what a core's cache holds.
@@ -24,27 +24,41 @@ def conv(
     kernel_shape: Ints = None, pads: Ints = None, strides: Ints = None,
 ) -> Any:  # fmt: skip
     """Channels first, x [N, C, *size] and w [M, C / group, *kernel], and auto_pad; MLX wants the channels last."""
+    check_channels(x, w, b, group)
     xp, data, weight, bias = working(x, w, b)
     grid = window(x.shape[2:], w.shape[2:], strides, dilations, pads, auto_pad)
-    if xp is np and (y := _convolve_native(data, weight, bias, grid, group)) is not None:
-        return finish(y, x)
-    y = (convolve_host if xp is np else convolve_device)(data, weight, grid, group)
-    return finish(y if bias is None else y + bias.reshape(-1, *[1] * grid.rank), x)
+    return finish((convolve_host if xp is np else convolve_device)(data, weight, bias, grid, group), x)
 
 
-def _convolve_native(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, grid: Window, group: int) -> Any:
-    """The convolution and its bias in the native library, which has one or two spatial axes; None where NumPy must."""
+def check_channels(x: Any, w: Any, b: Any, group: int) -> None:
+    """Raise ValueError where x [N, C, *size], w [M, C / group, *kernel] and b [M] do not belong together."""
+    fits = group > 0 and w.ndim == x.ndim > 2 and x.shape[1] == w.shape[1] * group and w.shape[0] % group == 0
+    if not fits or (b is not None and tuple(b.shape) != (w.shape[0],)):
+        bias = "" if b is None else f" and a bias of {list(b.shape)}"
+        raise ValueError(f"x of shape {list(x.shape)}, w of {list(w.shape)}{bias} do not fit group {group}")
+
+
+def convolve_host(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, grid: Window, group: int) -> np.ndarray:
+    """Convolve x [N, C, *size] with w [M, C / group, *kernel], plus bias [M], to [N, M, *out] in their type.
+
+    In the native library, which has float32 and one or two spatial axes, or in NumPy.
+    """
+    y = None
     if grid.rank == 2:
-        return dense.conv(x, w, bias, (*grid.strides, *grid.dilations, *grid.before), grid.out, group)
-    if grid.rank != 1:
-        return None
-    geometry = (1, *grid.strides, 1, *grid.dilations, 0, *grid.before)
-    y = dense.conv(x[:, :, None], w[:, :, None], bias, geometry, (1, *grid.out), group)
-    return None if y is None else y[:, :, 0]
+        y = dense.conv(x, w, bias, (*grid.strides, *grid.dilations, *grid.before), grid.out, group)
+    if grid.rank == 1:
+        geometry = (1, *grid.strides, 1, *grid.dilations, 0, *grid.before)
+        y = dense.conv(x[:, :, None], w[:, :, None], bias, geometry, (1, *grid.out), group)
+        y = y if y is None else y[:, :, 0]
+    return _biased(convolve_numpy(x, w, grid, group), bias) if y is None else y
 
 
-def convolve_host(x: np.ndarray, w: np.ndarray, grid: Window, group: int) -> np.ndarray:
-    """Convolve x [N, C, *size] with w [M, C / group, *kernel] in NumPy, [N, M, *out] in their type.
+def _biased(y: Any, bias: Any) -> Any:
+    return y if bias is None else y + bias.reshape(-1, *[1] * (y.ndim - 2))
+
+
+def convolve_numpy(x: np.ndarray, w: np.ndarray, grid: Window, group: int) -> np.ndarray:
+    """Convolve in NumPy, any type and rank, without a bias.
 
     A product of unrolled windows, made in panels of some groups or some output rows; a 1x1 kernel reads x itself.
     """
@@ -68,11 +82,12 @@ def convolve_host(x: np.ndarray, w: np.ndarray, grid: Window, group: int) -> np.
     return y.reshape(batch, -1, *grid.out)
 
 
-def convolve_device(x: mx.array, w: mx.array, grid: Window, group: int) -> mx.array:
+def convolve_device(x: mx.array, w: mx.array, bias: Any, grid: Window, group: int) -> mx.array:
     """The same with mx.conv_general, group by group where it has no groups (3-D)."""
     if group > 1 and grid.rank > 2:
         pairs = zip(mx.split(x, group, axis=1), mx.split(w, group, axis=0), strict=True)
-        return mx.concatenate([convolve_device(part, kernel, grid, 1) for part, kernel in pairs], axis=1)
+        parts = [convolve_device(part, kernel, None, grid, 1) for part, kernel in pairs]
+        return _biased(mx.concatenate(parts, axis=1), bias)
     y = mx.conv_general(
         mx.moveaxis(x, 1, -1),
         mx.moveaxis(w, 1, -1),
@@ -81,7 +96,7 @@ def convolve_device(x: mx.array, w: mx.array, grid: Window, group: int) -> mx.ar
         grid.dilations,
         groups=group,
     )
-    return mx.moveaxis(y, -1, 1)
+    return _biased(mx.moveaxis(y, -1, 1), bias)
 
 
 @op("ConvTranspose")
@@ -94,6 +109,9 @@ def conv_transpose(
 
     `output_shape` wins over pads, which it determines; SAME_* makes it stride times the input.
     """
+    channels = x.shape[1] if x.ndim > 2 else 0
+    if group < 1 or w.ndim != x.ndim or channels != w.shape[0] or channels % group:
+        raise ValueError(f"x of shape {list(x.shape)} and w of {list(w.shape)} do not fit group {group}")
     xp, data, weight, bias = working(x, w, b)
     rank, batch = x.ndim - 2, x.shape[0]
     grid = _transposed_window(
@@ -112,6 +130,7 @@ def _transposed_window(
     """The window over ConvTranspose's output whose `out` is its input."""
     rank = len(size)
     strides, dilations = tuple(strides or (1,) * rank), tuple(dilations or (1,) * rank)
+    check_geometry(rank, kernel, strides, dilations, pads)
     extra, shape = output_padding or (0,) * rank, (output_shape or ())[-rank:]
     begin, end = list((pads or (0,) * 2 * rank)[:rank]), list((pads or (0,) * 2 * rank)[rank:])
     full = [(n - 1) * s + (k - 1) * d + 1 for n, k, s, d in zip(size, kernel, strides, dilations, strict=True)]

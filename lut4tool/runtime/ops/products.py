@@ -16,7 +16,7 @@ from lut4tool.runtime.plan import Node
 from lut4tool.runtime.registry import op
 
 #: Integers below 256 in magnitude: float32 holds a sum of this many products exactly.
-_EXACT_DEPTH = 256
+EXACT_DEPTH = 256
 
 
 def product(a: Any, b: Any) -> Any:
@@ -61,8 +61,8 @@ def integer_product(a: Any, b: Any, a_zero_point: Any = None, b_zero_point: Any 
     """(a - a_zero_point) @ (b - b_zero_point) of 8-bit integers, exact in int32: float32 products of short pieces."""
     (xp, a), (_, b) = _integers(a, a_zero_point, True), _integers(b, b_zero_point, False)
     total: Any = 0
-    for start in range(0, a.shape[-1], _EXACT_DEPTH):
-        piece = slice(start, start + _EXACT_DEPTH)
+    for start in range(0, a.shape[-1], EXACT_DEPTH):
+        piece = slice(start, start + EXACT_DEPTH)
         total = total + (a[..., piece] @ (b[piece] if b.ndim == 1 else b[..., piece, :])).astype(xp.int32)
     return total
 

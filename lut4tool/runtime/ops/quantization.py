@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from lut4tool.runtime import dense
 from lut4tool.runtime.dtypes import MLX_OF, numpy_dtype, to_device
 from lut4tool.runtime.ops.codes import encode
 from lut4tool.runtime.ops.compute import finish, finish_as, numpy_type, working
-from lut4tool.runtime.ops.conv import convolve_host
+from lut4tool.runtime.ops.conv import check_channels, convolve_host
+from lut4tool.runtime.ops.products import EXACT_DEPTH
 from lut4tool.runtime.ops.window import Ints, window
 from lut4tool.runtime.registry import op
 
@@ -92,6 +95,8 @@ def dequantize_linear(
 def dynamic_quantize_linear(x: Any) -> Any:
     """uint8 y, scale and zero point of a range that holds 0; a range of nothing has scale 1, as in onnxruntime."""
     xp, data = working(x)
+    if xp is np and (found := dense.quantized(data)) is not None:
+        return found
     uint8 = np.dtype(np.uint8)
     low, high = xp.minimum(data.min(), 0), xp.maximum(data.max(), 0)
     scale = (high - low) / 255
@@ -101,12 +106,24 @@ def dynamic_quantize_linear(x: Any) -> Any:
 
 
 def _integer_conv(x: np.ndarray, w: np.ndarray, x_zero: Any, w_zero: Any, group: int, geometry: Any) -> np.ndarray:
-    """Convolve integers less their zero points, as exact float64: a sum of 2^38 byte products fits."""
-    data = x.astype(np.float64) - (0 if x_zero is None else np.float64(x_zero.reshape(())))
-    kernels = w.astype(np.float64)
+    """Convolve integers less their zero points, exactly: float32 sums of at most 256 byte products, in int64.
+
+    Groups of deeper sums are convolved in float64.
+    """
+    channels, area = w.shape[1], prod(w.shape[2:])
+    exact = area <= EXACT_DEPTH and (group == 1 or channels * area <= EXACT_DEPTH)
+    wide: Any = np.float32 if exact else np.float64
+    data: Any = x.astype(wide) - (0 if x_zero is None else wide(x_zero.reshape(())))
+    kernels: Any = w.astype(wide)
     if w_zero is not None:
-        kernels -= w_zero.astype(np.float64).reshape(-1, *[1] * (w.ndim - 1))
-    return convolve_host(data, kernels, geometry, group)
+        kernels -= w_zero.astype(wide).reshape(-1, *[1] * (w.ndim - 1))
+    if not exact or channels * area <= EXACT_DEPTH:
+        return convolve_host(data, kernels, None, geometry, group).astype(np.int64)
+    step, total = EXACT_DEPTH // area, np.zeros((), np.int64)
+    for start in range(0, channels, step):
+        part = slice(start, start + step)
+        total = total + convolve_host(data[:, part], kernels[:, part], None, geometry, 1).astype(np.int64)
+    return total
 
 
 @op("ConvInteger", host=(0, 1, 2, 3), on_host=True)
@@ -117,7 +134,7 @@ def conv_integer(
 ) -> Any:  # fmt: skip
     """Exact int32; the padding stands for x's zero point."""
     grid = window(x.shape[2:], w.shape[2:], strides, dilations, pads, auto_pad)
-    return to_device(_integer_conv(x, w, x_zero_point, w_zero_point, group, grid).astype(np.int64).astype(np.int32))
+    return to_device(_integer_conv(x, w, x_zero_point, w_zero_point, group, grid).astype(np.int32))
 
 
 @op("QLinearConv", host=tuple(range(9)), on_host=True)
