@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from benchmarks import metal_cost
-from lut4tool import formats
+from lut4tool import formats, kernels
 from lut4tool.formats import Lookup4Weight, QmmWeight
-from lut4tool.kernels import MLX_FLOAT, metal
+from lut4tool.kernels import MLX_FLOAT, metal, selftest
 from lut4tool.kernels.metal import probe
 from lut4tool.kernels.metal import source as metal_source
 from lut4tool.kernels.metal import weights as metal_weights
@@ -332,6 +332,34 @@ def test_refusals(x_dtype: str, weight: Any, sentence: str) -> None:
     made = weight()
     x = mx.zeros((1, made.shape[0]), getattr(mx, x_dtype))
     assert re.search(sentence, str(metal.refuses(x, made)))
+
+
+def test_the_backend_is_chosen_forced_and_turned_off(simulator: Simulator, monkeypatch: Any) -> None:
+    monkeypatch.setattr(metal, "available", lambda: True)
+    weight, x = lookup4(32, 64, perm=(1, 0)), values("float32", 2, 64)
+
+    def served() -> str:
+        simulator.calls.clear()
+        choice = kernels.choose(weight, "float32", "metal")
+        if choice.backend == "metal":
+            check(to_numpy(choice.matmul(mx.array(x), weight)), x, dense(weight))
+        return f"{choice}: {names(simulator)[-1:]}"
+
+    assert served() == "metal: ['gemv_rows']"
+    monkeypatch.setenv("LUT4TOOL_KERNEL", "tile")
+    assert served() == "metal/tile: ['tile']"
+    monkeypatch.delenv("LUT4TOOL_KERNEL")
+    monkeypatch.setenv("LUT4TOOL_DISABLE", "metal")
+    assert served() == "reference; not metal: turned off by LUT4TOOL_DISABLE: []"
+
+
+@pytest.mark.slow
+def test_the_selftest_covers_every_kernel(simulator: Simulator, monkeypatch: Any) -> None:
+    simulator.how = How("fast")
+    monkeypatch.setattr(metal, "available", lambda: True)
+    result = selftest.selftest(mx.Device(mx.cpu), "metal")
+    assert [case for case in result.cases if not case.ok or "refused" in case.case] == []
+    assert set(names(simulator)) == {"gemv_rows", "gemv_columns", "gemv_join", "tile", "decode"}
 
 
 # -- the opt-in half product

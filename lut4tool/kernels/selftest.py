@@ -20,7 +20,8 @@ Weight = Lookup4Weight | QmmWeight
 BOUND = 2.0**-21
 LAST_ROUNDING: Mapping[str, float] = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
-ROWS_OF_X = (0, 1, 4, 17, 130)
+#: For each kernel that a backend picks by M: a GEMV, a tile, a decode before a dense product.
+ROWS_OF_X = (0, 1, 4, 17, 130, 520)
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,14 @@ def selftest(device: mx.Device, kind: str, progress: Callable[[str, int, int], N
                 "this version has no kernels of its own for it" if module is None else "it does not work"
             )
     weights = list(_weights())
-    total, cases = len(ready) * len(weights), list[Case]()
+    total, done, cases = len(ready) * len(weights), 0, list[Case]()
     with mx.stream(device):
         for name, module in ready:
             for label, dtype, weight in weights:
                 cases += _products(name, module, label, dtype, weight)
+                done += 1
                 if progress:
-                    progress("products", len(cases) // len(ROWS_OF_X), total)
+                    progress("products", done, total)
     return SelfTest(f"{platform.platform()}, {platform.machine()}, {kind}", cases, unavailable)
 
 
@@ -84,6 +86,10 @@ def _products(name: str, module: Any, label: str, dtype: str, weight: Weight) ->
         product = module.lookup4_matmul if isinstance(weight, Lookup4Weight) else module.qmm
         y = np.array(product(given, weight).astype(mx.float32)).astype(np.float64)
         yield Case(name, f"{label}, {dtype}, M {m}", _ratio(y, x.astype(np.float64), matrix, dtype))
+    if isinstance(weight, Lookup4Weight):
+        decoded = np.array(module.lookup4_decode(weight).astype(mx.float32))
+        exact = formats.decode(weight).astype(np.float32)
+        yield Case(name, f"{label}, {dtype}, decoded", 0.0 if np.array_equal(decoded, exact) else float("inf"))
 
 
 def _ratio(y: np.ndarray, x: np.ndarray, matrix: np.ndarray, dtype: str) -> float:
