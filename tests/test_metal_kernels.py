@@ -150,6 +150,27 @@ def test_orders_and_fused_products_stay_within_the_bound(
     check(product(x, weight, kernel), x, dense(weight))
 
 
+@pytest.mark.parametrize("matrix_order", [0, 1, 2])
+@pytest.mark.parametrize("kernel", ["gemv", "tile"])
+@pytest.mark.parametrize("perm", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("group", [4, 8, 32, 1024])
+def test_adversaries_of_the_bound(
+    group: int, perm: tuple[int, int], kernel: str, matrix_order: int, simulator: Simulator
+) -> None:
+    """In each group a 1 among terms that are each under half its last place: a plain sum would lose them all."""
+    simulator.how = How("fast", matrix_order=matrix_order)
+    k, n = 2048, 32
+    rows, cols = (k, n) if perm == (0, 1) else (n, k)
+    packed, scales = np.full(rows * cols // 2, 255, np.uint8), np.ones(rows * cols // 64, np.float32)
+    weight = Lookup4Weight(packed, scales, formats.NF4, rows, cols, 64, perm)
+    rng = np.random.default_rng(group)
+    x = np.full((3, k), 0.99 * 2.0**-24, np.float32)
+    x[0, ::group] = 1
+    x[1, rng.integers(0, group, k // group) + np.arange(0, k, group)] = 1
+    x[2] = x[1] * rng.choice([-1, 1], k)
+    check(product(x, weight, kernel), x, dense(weight))
+
+
 @pytest.mark.parametrize("kernel", ["gemv", "tile"])
 @pytest.mark.parametrize("perm", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("where", ["x", "codebook", "scales"])
