@@ -47,7 +47,7 @@ def lookup4_matmul(x: mx.array, weight: Lookup4Weight, kernel: str | None = None
     """Multiply x [M, K] by W, transposed by weight.perm -> [M, N] of x's type; the weight is rounded as it says."""
     along_k = tuple(weight.perm) == (0, 1)  # a panel of rows of W is then a slice of K, otherwise one of N
     if _on_gpu():
-        return _gpu_matmul(x, weight.shape[1], _lookup4_gpu_panels(weight), along_k)
+        return compensated_product(x, weight.shape[1], _lookup4_gpu_panels(weight), along_k)
     return _cpu_matmul(x, weight.shape[1], _lookup4_panels(weight), along_k)
 
 
@@ -55,7 +55,7 @@ def qmm(x: mx.array, weight: QmmWeight, kernel: str | None = None) -> mx.array:
     """Multiply x [M, K] by W [N, K] transposed -> [M, N] of x's type."""
     if _on_gpu():
         panels = ((start, stop, mx.array(panel)) for start, stop, panel in _qmm_panels(weight))
-        return _gpu_matmul(x, weight.N, panels, along_k=False)
+        return compensated_product(x, weight.N, panels, along_k=False)
     return _cpu_matmul(x, weight.N, _qmm_panels(weight), along_k=False)
 
 
@@ -142,7 +142,7 @@ def _lookup4_gpu_panels(weight: Lookup4Weight) -> GpuPanels:
         yield start, stop, elements.astype(_MLX_FLOAT[weight.weight_dtype])
 
 
-def _gpu_matmul(x: mx.array, columns: int, panels: GpuPanels, along_k: bool) -> mx.array:
+def compensated_product(x: mx.array, columns: int, panels: GpuPanels, along_k: bool) -> mx.array:
     """Kahan-style sums over K in float32: `high` is the sum, `low` what its roundings lost."""
     count, wide = x.shape[0], x.astype(mx.float32)
     high, low, done = mx.zeros((count, columns)), mx.zeros((count, columns)), []

@@ -1,0 +1,104 @@
+"""The CUDA kernels: products with 4-bit weights on an NVIDIA GPU, through mx.fast.cuda_kernel.
+
+A weight is put into the kernels' own order once (weights.py). A few rows of x go to a GEMV, more to a tile that decodes
+into registers or shared memory, many halves to a decode of the whole weight and MLX's product; shapes that the order
+does not hold go to `general`. float32 is within 2^-21 * sum |x||w| of exact; halves are multiplied as rounded by the
+weight's own rule, summed in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from lut4tool.formats import Lookup4Weight, QmmWeight
+from lut4tool.kernels import reference
+from lut4tool.kernels.cuda import decode, gemv_float, gemv_half, general, tile_float, tile_half
+from lut4tool.kernels.cuda.weights import CHUNK, Weight, arranged, irregular
+
+KERNELS = ("gemv", "tile", "decode")
+
+#: The most rows of x that each kernel serves, by class of type; benchmarks/kernels_cuda.py measures where they cross.
+MOST_ROWS = {
+    "half": {"gemv": gemv_half.MOST_ROWS, "tile": 512},
+    "float32": {"gemv": gemv_float.MOST_ROWS, "tile": 1 << 62},
+}
+
+_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
+
+
+def available() -> bool:
+    """Whether MLX computes with CUDA here."""
+    return bool(mx.cuda.is_available()) and mx.default_device().type == mx.DeviceType.gpu
+
+
+def refuses(x: mx.array, weight: Weight) -> str | None:
+    """Say why a product is not served: a type that is no float, or a weight rounded to another half."""
+    dtype = _NAMES.get(x.dtype)
+    if dtype is None:
+        return f"x is {x.dtype}; float32, float16 and bfloat16 are served"
+    if dtype != "float32" and weight.weight_dtype != dtype:
+        return f"x is {dtype} and the weight {weight.weight_dtype}; a {dtype} x takes a {dtype} weight"
+    return None
+
+
+def lookup4_matmul(x: mx.array, weight: Lookup4Weight, kernel: str | None = None) -> mx.array:
+    """Multiply x [M, K] by W, transposed by weight.perm -> [M, N] of x's type; the weight is rounded as it says."""
+    return _product(x, weight, weight.shape[1], kernel)
+
+
+def qmm(x: mx.array, weight: QmmWeight, kernel: str | None = None) -> mx.array:
+    """Multiply x [M, K] by W [N, K] transposed -> [M, N] of x's type."""
+    return _product(x, weight, weight.N, kernel)
+
+
+def lookup4_decode(weight: Lookup4Weight) -> mx.array:
+    """Decode W [rows, cols] to its weight_dtype, exactly."""
+    if irregular(weight):
+        return reference.lookup4_decode(weight)
+    dense = decode.dense(arranged(weight, half=False), weight.weight_dtype)
+    return dense.T if tuple(weight.perm) == (0, 1) else dense
+
+
+def _product(x: mx.array, weight: Weight, columns: int, kernel: str | None) -> mx.array:
+    dtype = _NAMES[x.dtype]
+    if not x.shape[0]:
+        return mx.zeros((0, columns), x.dtype)
+    if irregular(weight):
+        return general.product(x, weight, dtype)
+    kernel = kernel or pick(dtype, x.shape[0])
+    if kernel == "decode":
+        return _dense_product(x, weight, dtype)
+    depth = x.shape[1]
+    if depth % CHUNK:
+        x = mx.pad(x, [(0, 0), (0, -depth % CHUNK)])
+    half = dtype != "float32"
+    on_device = arranged(weight, half)
+    multiply: Callable[[mx.array], mx.array]
+    if half:
+        module = gemv_half if kernel == "gemv" else tile_half
+        multiply = lambda rows: module.product(rows, on_device, dtype)  # noqa: E731
+    else:
+        module = gemv_float if kernel == "gemv" else tile_float
+        multiply = lambda rows: module.product(rows, on_device, weight.weight_dtype)  # noqa: E731
+    step = module.MOST_ROWS if kernel == "gemv" else len(x)
+    parts = [multiply(x[start : start + step]) for start in range(0, len(x), step)]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+
+def pick(dtype: str, m: int) -> str:
+    """Name the kernel that serves m rows of x of a type."""
+    most = MOST_ROWS["float32" if dtype == "float32" else "half"]
+    return "gemv" if m <= most["gemv"] else "tile" if m <= most["tile"] else "decode"
+
+
+def _dense_product(x: mx.array, weight: Weight, dtype: str) -> mx.array:
+    dense = decode.dense(arranged(weight, half=dtype != "float32"), weight.weight_dtype)  # [N, K]
+    if dtype != "float32":
+        return mx.matmul(x, dense.T)
+    step = max(1, reference.PANEL // dense.shape[1])
+    panels = (
+        (start, min(start + step, len(dense)), dense[start : start + step]) for start in range(0, len(dense), step)
+    )
+    return reference.compensated_product(x, len(dense), panels, along_k=False)

@@ -1,0 +1,262 @@
+"""Tile in float16 and bfloat16 for more rows of x: weights decoded in registers, x in shared memory, tensor cores.
+
+A warpgroup (128 threads) makes 64 outputs of 16 to 128 rows of x. Its weights are decoded straight into the fragments of
+operand A; x is operand B, copied to shared memory a chunk of 128 k ahead, in the 128-byte swizzle that wgmma reads. On
+GPUs without wgmma the same fragments go to mma.sync. Warpgroups of a block share x, or share K and add at the end.
+The weight is never written out.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from lut4tool.kernels.cuda.program import CUDA_TYPE, MAX_SHARED, Program, multiprocessors
+from lut4tool.kernels.cuda.weights import DeviceWeight
+
+ROWS = 64
+COLUMNS = (16, 32, 64, 128)
+
+HEADER = r"""
+namespace lut4tool {
+__device__ __forceinline__ void copy_16(unsigned to, const void* from, bool wanted) {  // zeros where not wanted
+  const int bytes = wanted ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void meet(int barrier, int threads) {
+  asm volatile("bar.sync %0,%1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void load_matrices(unsigned (&v)[4], unsigned from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(from) : "memory");
+}
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(NO_WGMMA)
+#define WGMMA 1
+// K-major rows of 128 bytes in the 128-byte swizzle: 8 rows are 1024 bytes.
+__device__ __forceinline__ unsigned long long descriptor(unsigned address) {
+  return (unsigned long long)(address >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+__device__ __forceinline__ void fence_operands() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+__device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], const unsigned (&a)[4], unsigned long long b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n@COLUMNS@k16.f32.@HALF@.@HALF@ {@D@},{%@A0@,%@A1@,%@A2@,%@A3@},%@B@,"
+               "1,1,1,0;"
+               : @OUT@
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+#endif
+}  // namespace lut4tool
+"""
+
+BODY = r"""
+  using namespace lut4tool;
+  extern __shared__ uint4 dynamic[];
+  const int M = x_shape[0], N = OUTPUTS, chunks = codes_shape[1];
+  const int tid = threadIdx.x, lane = tid & 31, g = lane >> 2, t = lane & 3;
+  const int group = tid >> 7, part = group % PARTS, team = group / PARTS;   // part: of K; team: of outputs
+  constexpr int TEAM = THREADS / PARTS;                                     // threads that share x
+  const int member = team * 128 + (tid & 127);
+  const int row0 = (blockIdx.x * (THREADS / 128 / PARTS) + team) * 64 + (tid >> 5 & 3) * 16 + g;
+  const int column0 = blockIdx.y * COLUMNS;
+  const unsigned base = (unsigned)__cvta_generic_to_shared(dynamic);
+#if AFFINE
+  const unsigned bits = 0, stages = (base + 1023) & ~1023u;
+#else
+  const unsigned table = table_of(dynamic), bits = lane_bits(table, lane), stages = table + 65536;
+#endif
+  constexpr unsigned STAGE = COLUMNS * 256;             // bytes of x: 2 halves of a chunk, [COLUMNS][64] each
+  // Three stages a part. With a table the first of them lies in what aligns it.
+  auto stage_at = [&](int stage) -> unsigned {
+    const int index = part * 3 + stage - !AFFINE;
+    return index < 0 ? (base + 1023) & ~1023u : stages + index * STAGE;
+  };
+  // Parts take chunks in turn, so that all are done together.
+  auto copy_x = [&](int chunk, int stage) {
+    for (int i = member; i < COLUMNS * 16; i += TEAM) {
+      const int m = i >> 4, piece = i & 15, column = column0 + m;
+      const unsigned to = stage_at(stage) + (piece >> 3) * (COLUMNS * 128) + m * 128 + ((piece ^ m) & 7) * 16;
+      copy_16(to, x + ((long long)min(column, M - 1) * chunks + chunk) * 128 + piece * 8, column < M);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  uint4 codes_of[3][2];                                 // loaded two chunks ahead
+#if SPAN
+  float2 scale[16];
+#else
+  Scale scale[3][2][GROUPS];
+#endif
+  const int tile = min(row0 / 16, (N - 1) / 16);
+  auto load = [&](int b, int chunk) __attribute__((always_inline)) {
+    const long long piece = ((long long)tile * chunks + chunk) * 16 + g;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      codes_of[b][r] = load_streamed(codes + piece * 64 + r * 512 + t * 16);
+#if !SPAN
+      load_all(scale[b][r], scales + piece * GROUPS + r * 8 * GROUPS);
+#endif
+    }
+  };
+  float acc[COLUMNS / 2] = {};
+  int chunk = part;
+  if (chunk < chunks) {
+    load(0, chunk);
+    copy_x(chunk, 0);
+  }
+  if (chunk + PARTS < chunks) load(1, chunk + PARTS);
+#if !AFFINE
+  build_table<THREADS>(after_table(reinterpret_cast<char*>(dynamic)) - 65536, book, tid);
+#endif
+  __syncthreads();
+  // Half a chunk is decoded while the tensor cores multiply the half before it.
+  unsigned a[2][4][4];
+  auto multiply = [&](int b) __attribute__((always_inline)) {
+#if SPAN
+    const float* along = scales + ((long long)(tile * 16 / SPAN) * chunks + chunk) * 128 + 2 * t;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) scale[i] = *reinterpret_cast<const float2*>(along + i * 8);
+#endif
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const unsigned from = stage_at(b) + half * (COLUMNS * 128);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int s = half * 4 + i, j = s % 2 * 2;
+        const unsigned w0 = word_of(codes_of[b][0], s / 2), w1 = word_of(codes_of[b][1], s / 2);
+        unsigned (&to)[4] = a[half][i];
+#if SPAN
+        const float2 s0 = scale[2 * s], s1 = scale[2 * s + 1];
+        to[0] = weights(w0, j, s0, bits); to[1] = weights(w1, j, s0, bits);
+        to[2] = weights(w0, j + 1, s1, bits); to[3] = weights(w1, j + 1, s1, bits);
+#else
+        const Block s0 = block_of(scale[b][0][s * GROUPS / 8]), s1 = block_of(scale[b][1][s * GROUPS / 8]);
+        to[0] = weights(w0, j, s0, bits); to[1] = weights(w1, j, s1, bits);
+        to[2] = weights(w0, j + 1, s0, bits); to[3] = weights(w1, j + 1, s1, bits);
+#endif
+      }
+#if WGMMA
+      fence_operands();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) wgmma(acc, a[half][i], descriptor(from) + i * 2);
+      commit();
+      wait<1>();
+#else
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int n = 0; n < COLUMNS; n += 16) {
+          unsigned v[4];
+          const int m = n + (lane & 7) + (lane >> 4) * 8, piece = i * 2 + (lane >> 3 & 1);
+          load_matrices(v, from + m * 128 + ((piece ^ m) & 7) * 16);
+          float (&low)[4] = *reinterpret_cast<float (*)[4]>(acc + n / 2);
+          float (&high)[4] = *reinterpret_cast<float (*)[4]>(acc + n / 2 + 4);
+          mma(low, a[half][i][0], a[half][i][1], a[half][i][2], a[half][i][3], v[0], v[1]);
+          mma(high, a[half][i][0], a[half][i][1], a[half][i][2], a[half][i][3], v[2], v[3]);
+        }
+#endif
+    }
+  };
+  // The copy of this chunk has arrived for everyone. The stage that the next copy takes is the one of two chunks ago:
+  // only half a chunk is still being multiplied. Without wgmma nothing is.
+  auto advance = [&](int b) __attribute__((always_inline)) {
+    copies_done();
+#if WGMMA
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+    meet(part + 1, TEAM);
+    if (chunk + PARTS < chunks) copy_x(chunk + PARTS, (b + 1) % 3);
+    if (chunk + 2 * PARTS < chunks) load((b + 2) % 3, chunk + 2 * PARTS);
+    multiply(b);
+    chunk += PARTS;
+  };
+  while (chunk < chunks) {
+    advance(0);
+    if (chunk >= chunks) break;
+    advance(1);
+    if (chunk >= chunks) break;
+    advance(2);
+  }
+#if WGMMA
+  wait<0>();
+#endif
+  if (PARTS > 1) {                                       // the other parts' sums, through shared memory
+    __syncthreads();
+    float* sums = reinterpret_cast<float*>(reinterpret_cast<char*>(dynamic) + (stages - base));
+    for (int p = 1; p < PARTS; ++p) {
+      float* out = sums + team * 128 + (tid & 127);
+      if (part == p)
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; ++i) out[i * (THREADS / PARTS)] = acc[i];
+      __syncthreads();
+      if (part == 0)
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; ++i) acc[i] += out[i * (THREADS / PARTS)];
+      __syncthreads();
+    }
+  }
+  if (part == 0) {
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; ++i) {
+      const int n = row0 + (i >> 1 & 1) * 8, m = column0 + i / 4 * 8 + 2 * t + (i & 1);
+      if (n < N && m < M) y[(long long)m * N + n] = (Half)acc[i];
+    }
+  }
+"""
+
+
+def product(x: mx.array, weight: DeviceWeight, dtype: str) -> mx.array:
+    """Multiply x [M, chunks * 128] of a half type -> [M, N]."""
+    m = len(x)
+    columns = next((c for c in COLUMNS if c >= m), COLUMNS[-1])
+    kernel, outputs = program(dtype, weight, columns, -(-m // columns))
+    grid = (-(-weight.rows // outputs), -(-m // columns))
+    (y,) = kernel.launch([x, weight.codes, weight.scales, weight.book], [(m, weight.rows)], grid)
+    return y
+
+
+def program(dtype: str, weight: DeviceWeight, columns: int, column_tiles: int) -> tuple[Program, int]:
+    """The program and the outputs of a block: the parts of K that leave the fewest waves, then the fewest parts."""
+    warpgroups = 4 if columns < 128 else 2  # as many as the registers of their sums allow
+
+    def cost(parts: int) -> tuple[float, int]:
+        outputs = ROWS * warpgroups // parts
+        waves = -(-(-(-weight.rows // outputs) * column_tiles) // multiprocessors())
+        return waves / parts, parts
+
+    def shared(parts: int) -> int:
+        stages = columns * 256 * (3 * parts - (not weight.affine))  # one more lies in front of the table
+        return stages + (1024 if weight.affine else 127 * 1024)
+
+    parts = min((p for p in (1, 2, 4) if p <= warpgroups and shared(p) <= MAX_SHARED and p <= weight.chunks), key=cost)
+    constants = {
+        "OUTPUTS": weight.rows, "AFFINE": int(weight.affine), "FLOAT_POINTS": int(weight.float_points), "SPAN": weight.span,
+        "GROUPS": weight.groups, "COLUMNS": columns, "PARTS": parts,
+    }  # fmt: skip
+    kernel = Program(
+        "tile_half",
+        (("x", dtype), ("codes", "uint8"), ("scales", "uint32" if weight.affine else "float32"), ("book", "float32")),
+        (("y", dtype),),
+        BODY.replace("Half", CUDA_TYPE[dtype]),
+        warpgroups * 128,
+        tuple(constants.items()),
+        shared(parts),
+        dtype,
+        _header(columns, dtype),
+    )
+    return kernel, ROWS * warpgroups // parts
+
+
+def _header(columns: int, dtype: str) -> str:
+    count = columns // 2
+    operands = {
+        "@COLUMNS@": str(columns), "@HALF@": {"bfloat16": "bf16", "float16": "f16"}[dtype],
+        "@D@": ",".join(f"%{i}" for i in range(count)), "@B@": str(count + 4),
+        "@OUT@": ", ".join(f'"+f"(d[{i}])' for i in range(count)),
+    }  # fmt: skip
+    operands |= {f"@A{i}@": str(count + i) for i in range(4)}
+    text = HEADER
+    for name, value in operands.items():
+        text = text.replace(name, value)
+    return text

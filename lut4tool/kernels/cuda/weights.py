@@ -1,0 +1,217 @@
+"""A 4-bit weight on the device: its codes in the order of tensor-core fragments, its scales beside them.
+
+Codes are [N, chunks, 64] bytes, whatever the orientation, nibble order and padding of the producer's bytes: a chunk is
+128 consecutive k of one row n. For halves 16 rows lie together, [N / 16, chunks, 16, 64], so that a warp reads whole
+lines; scales along K lie as the chunks do. Lane t (of 4) owns 16 bytes of it; byte 2 s + h of those holds k = 16 s + 8 h + 2 t and
+k + 1, which are what a lane needs of rows of A in step s of an m16n8k16 product. The first of the two is in the low
+nibble; for halves of a QMM weight, four bytes hold their four first codes, then their four second ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import numpy as np
+
+from lut4tool.formats import FLOAT_DTYPES, Lookup4Weight, QmmWeight
+from lut4tool.kernels.cuda.program import Program
+
+CHUNK, TILE = 128, 16
+Weight = Lookup4Weight | QmmWeight
+
+ARRANGE = r"""
+  const int64_t rows = facts[0], depth = facts[1], row_step = facts[2], k_step = facts[3];
+  const int high_first = (int)facts[4], interleave = (int)facts[5], padding = (int)facts[6], tiled = (int)facts[7];
+  const int64_t chunks = (depth + 127) / 128, pieces = (tiled ? (rows + 15) / 16 * 16 : rows) * chunks * 4;
+  for (int64_t piece = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; piece < pieces;
+       piece += (int64_t)gridDim.x * blockDim.x) {
+    const int64_t per_tile = chunks * 64;
+    const int64_t n = tiled ? piece / per_tile * 16 + piece / 4 % 16 : piece / (chunks * 4);
+    const int64_t chunk = tiled ? piece % per_tile / 64 : piece / 4 % chunks;
+    const int64_t first = chunk * 128 + piece % 4 * 2;
+    auto code = [&](int64_t k) -> unsigned {
+      if (k >= depth || n >= rows) return padding;
+      const int64_t flat = n * row_step + k * k_step;
+      return ((flat & 1) != high_first ? packed[flat >> 1] >> 4 : packed[flat >> 1]) & 15;
+    };
+    uint32_t words[4] = {};
+    for (int b = 0; b < 16; ++b) {
+      const int64_t k = first + b / 2 * 16 + b % 2 * 8;
+      const unsigned low = code(k), high = code(k + 1);
+      words[b / 4] |= interleave ? low << 4 * (b % 4) | high << (4 * (b % 4) + 16) : (low | high << 4) << 8 * (b % 4);
+    }
+    reinterpret_cast<uint4*>(codes)[piece] = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+"""
+ARRANGER = Program("arrange", (("packed", "uint8"), ("facts", "int64")), (("codes", "uint8"),), ARRANGE, threads=256)
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceWeight:
+    """A weight in the kernels' own order.
+
+    rows: N, the outputs. codes: uint8 [N, chunks, 64], or tiled [N / 16, chunks, 16, 64]. book: float32 [16].
+    scales: [N, chunks * groups] along K, or tiled [N / 16, chunks, 16, groups], or float32 [N / span, chunks * 128] where blocks run along N (span > 0).
+    float32, or for halves of a QMM weight uint32: the scale, and minus the zero point above it.
+    points: float32 like scales, the zero points of a QMM weight for float32 products; scales itself where unused.
+    fold: whether a scale may multiply a sum of products instead of each weight: nothing overflows or is subnormal.
+    """
+
+    rows: int
+    tiled: bool
+    codes: mx.array
+    book: mx.array
+    scales: mx.array
+    points: mx.array
+    groups: int
+    span: int
+    affine: bool
+    float_points: bool
+    fold: bool
+    depth_bytes: mx.array
+
+    @property
+    def depth(self) -> int:
+        """K, before padding: kernels take it from the shape of `depth_bytes`, uint8 [K]."""
+        return self.depth_bytes.shape[0]
+
+    @property
+    def chunks(self) -> int:
+        """Pieces of 128 k."""
+        return self.codes.shape[1]
+
+
+#: Arranged once a weight and kind of product, gone with the weight.
+_ARRANGED: WeakKeyDictionary[Weight, dict[bool, DeviceWeight]] = WeakKeyDictionary()
+
+
+def arranged(weight: Weight, half: bool) -> DeviceWeight:
+    """Return the weight on the device, for products in halves or in float32; made at the first call."""
+    kinds = _ARRANGED.setdefault(weight, {})
+    if half not in kinds:
+        kinds[half] = _lookup4(weight, half) if isinstance(weight, Lookup4Weight) else _qmm(weight, half)
+    return kinds[half]
+
+
+def irregular(weight: Weight) -> str | None:
+    """Say why the arranged form does not hold this weight; None where it does."""
+    if isinstance(weight, QmmWeight):
+        if weight.block_size % 16:
+            return f"blocks of {weight.block_size} along K are no multiple of 16"
+        ragged, finite = weight.K % weight.block_size, bool(np.isfinite(weight.scales.astype(np.float32)).all())
+        return None if finite or not ragged else "a padded block has a scale that is not finite"
+    if _granularity(weight) % 16:
+        return f"blocks of {weight.block_size} meet rows of {weight.cols} at no multiple of 16"
+    if weight.shape[0] % CHUNK:
+        if not np.isfinite(weight.codebook.astype(np.float32)).any():
+            return "no codebook entry is finite"
+        if not np.isfinite(weight.scales.astype(np.float32)).all():
+            return "K is padded and a scale is not finite"
+    return None
+
+
+def _granularity(weight: Lookup4Weight) -> int:
+    """Elements along the flattened weight that share a scale and lie in one row: a divisor of the block."""
+    return math.gcd(weight.block_size, weight.cols)
+
+
+def _span(weight: Lookup4Weight) -> int:
+    """Where blocks run along N: the rows of outputs that share a scale for each k, else 0."""
+    return _granularity(weight) if tuple(weight.perm) == (0, 1) else 0
+
+
+def _groups(granularity: int) -> int:
+    """Scales of a chunk for blocks of `granularity` elements along K."""
+    return CHUNK // math.gcd(granularity, CHUNK)
+
+
+def _lookup4(weight: Lookup4Weight, half: bool) -> DeviceWeight:
+    depth, columns = weight.shape
+    along_n = tuple(weight.perm) == (0, 1)
+    row_step, k_step = (1, columns) if along_n else (depth, 1)
+    book, scales = weight.codebook.astype(np.float32), weight.scales.astype(np.float32)
+    padding = int(np.flatnonzero(np.isfinite(book))[0]) if np.isfinite(book).any() else 0
+    codes = _codes(weight.packed, columns, depth, row_step, k_step, weight.high_nibble_first, False, padding, half)
+    span, chunks = _span(weight), -(-depth // CHUNK)
+    groups = 1 if span else _groups(_granularity(weight))
+    rows, step = (-(-columns // span), 1) if span else (columns, CHUNK // groups)
+    n = mx.arange(rows, dtype=mx.int64) * (max(span, 1) * row_step)
+    k = mx.arange(chunks * CHUNK // step, dtype=mx.int64) * step
+    index = (n[:, None] + mx.minimum(k, depth - 1)[None, :] * k_step) // weight.block_size
+    spread = mx.where(k[None, :] < depth, mx.array(scales)[index], mx.array(0.0, mx.float32))
+    if half and not span:
+        spread = _tiled(spread, groups)
+    leaves = (codes, mx.array(book), spread, spread, mx.zeros((depth,), mx.uint8))
+    return _device_weight(columns, half, leaves, groups, span, False, False, _folds(book, scales))
+
+
+def _qmm(weight: QmmWeight, half: bool) -> DeviceWeight:
+    k_blocks, size = weight.packed.shape[1], weight.block_size
+    codes = _codes(weight.packed, weight.N, weight.K, k_blocks * size, 1, False, half, 0, half)
+    points = np.broadcast_to(weight.zero_points, weight.scales.shape).astype(np.float32)
+    scales = weight.scales.astype(np.float32)
+    dtype = FLOAT_DTYPES[weight.weight_dtype]
+    small = bool(np.all((points == np.round(points)) & (points >= 0) & (points <= 127)))
+    groups = _groups(size)
+    spread_scales, spread_points = _spread(mx.array(scales), weight, groups), _spread(mx.array(points), weight, groups)
+    if half:
+        base = 0 if not small else 128 if weight.weight_dtype == "bfloat16" else 1024
+        kind = getattr(mx, dtype.name)
+        low = spread_scales.astype(kind).view(mx.uint16).astype(mx.uint32)
+        high = (-(spread_points + base)).astype(kind).view(mx.uint16).astype(mx.uint32)
+        spread_scales = spread_points = _tiled(low | (high << 16), groups)
+    book = np.arange(16, dtype=np.float32)
+    # Sizes that code - zero point can have: the least is 1 or a distance from an integer, the largest is bounded.
+    steps = np.append(np.abs(points - np.round(points)).reshape(-1), [1.0, 15.0 + np.abs(points).max()])
+    fold = _folds(steps, scales)
+    leaves = (codes, mx.array(book), spread_scales, spread_points, mx.zeros((weight.K,), mx.uint8))
+    return _device_weight(weight.N, half, leaves, groups, 0, True, not small, fold)
+
+
+def _tiled(scales: mx.array, groups: int) -> mx.array:
+    """[N, chunks * groups] -> [N / 16, chunks, 16, groups]."""
+    rows, columns = scales.shape
+    padded = mx.pad(scales, [(0, -rows % TILE), (0, 0)])
+    return padded.reshape(-1, TILE, columns // groups, groups).transpose(0, 2, 1, 3)
+
+
+def _spread(values: mx.array, weight: QmmWeight, groups: int) -> mx.array:
+    """One value a group of every chunk, from one a block; 0 in the padding."""
+    chunks = -(-weight.K // CHUNK)
+    starts = mx.arange(chunks * groups) * (CHUNK // groups)
+    spread = values[:, mx.minimum(starts // weight.block_size, values.shape[1] - 1)]
+    return mx.where((starts < weight.K)[None, :], spread, mx.array(0.0, mx.float32))
+
+
+def _codes(
+    packed: np.ndarray, rows: int, depth: int, row_step: int, k_step: int, high_first: bool, interleave: bool,
+    padding: int, tiled: bool,
+) -> mx.array:  # fmt: skip
+    chunks, lines = -(-depth // CHUNK), -(-rows // TILE) * TILE if tiled else rows
+    numbers = [rows, depth, row_step, k_step, int(high_first), int(interleave), padding, int(tiled)]
+    blocks = max(1, min(1 << 16, -(-lines * chunks * 4 // ARRANGER.threads)))
+    shape = (lines // TILE, chunks, TILE, CHUNK // 2) if tiled else (lines, chunks, CHUNK // 2)
+    (codes,) = ARRANGER.launch([mx.array(packed.reshape(-1)), mx.array(numbers, mx.int64)], [shape], (blocks,))
+    return codes
+
+
+def _folds(entries: np.ndarray, scales: np.ndarray) -> bool:
+    """Whether every entry * scale is 0 or a normal float32 far from overflow."""
+    sizes = [np.abs(values[values != 0]) for values in (entries, scales)]
+    if not all(np.isfinite(values).all() for values in (entries, scales)):
+        return False
+    least = math.prod(float(size.min(initial=1.0)) for size in sizes)
+    most = math.prod(float(size.max(initial=1.0)) for size in sizes)
+    return least > 2.0**-100 and most < 2.0**100 and float(sizes[1].min(initial=1.0)) > 2.0**-100
+
+
+def _device_weight(
+    rows: int, tiled: bool, leaves: tuple[mx.array, mx.array, mx.array, mx.array, mx.array], groups: int, span: int,
+    affine: bool, float_points: bool, fold: bool,
+) -> DeviceWeight:  # fmt: skip
+    codes, book, scales, points, depth = (mx.contiguous(leaf) for leaf in leaves)
+    mx.eval(codes, book, scales, points, depth)
+    return DeviceWeight(rows, tiled, codes, book, scales, points, groups, span, affine, float_points, fold, depth)
