@@ -463,7 +463,7 @@ def test_positions_over_32_bits(kernel: str) -> None:
     facts += (
         [("ROWS", 1), ("OUTS", 4)]
         if kernel == "gemv_rows"
-        else [("ALONG_K", False), ("FOURS", True), ("BM", 16), ("BN", 64)]
+        else [("ALONG_K", False), ("FOURS", True), ("BM", 16), ("BN", 64), ("BK", 64), ("THREADS", 128)]
     )
     made = signature(kernel, arrays, {"y": np.dtype(np.float32)}, text, metal_source.HEADER, [*facts, ("EXACT", True)])
     grid, group = ((32, N // 4, 1), (32, 2, 1)) if kernel == "gemv_rows" else ((N // 64 * 128, 1, 1), (128, 1, 1))

@@ -1,6 +1,6 @@
 """Metal kernels on a Linux CPU: the text that MLX gives Apple's compiler, compiled by clang and run thread by thread.
 
-A Kernel takes what `mx.fast.metal_kernel` takes. Mode "fast" finds what goes far out of bounds, barriers that not all
+A Simulator's metal_kernel takes what MLX's takes. Mode "fast" finds what goes far out of bounds, barriers that not all
 threads reach, and NaN from memory nobody wrote; "check" also finds races, exact bounds, uninitialised reads, misaligned
 vectors and outputs never written, and counts what is asked of memory. `install` puts it in the place of MLX's own.
 

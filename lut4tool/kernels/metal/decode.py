@@ -12,7 +12,6 @@ THREADS, WORDS = 256, 4
 # A thread decodes WORDS words of 8 codes, a threadgroup's apart, so that neighbours load and store side by side.
 # Positions are flat: blocks do not know lines. Words of one block and whole words take the fast way.
 SOURCE = """
-constexpr uint THREADS = 256, WORDS = 4;
 threadgroup float2 pairs[AFFINE ? 1 : 256];
 uint t = thread_index_in_threadgroup;
 ulong total = ulong(extent[0]) * dims[1];
@@ -55,7 +54,7 @@ def decode(weight: DeviceWeight) -> mx.array:
     """Decode the weight's lines -> [lines, pitch] of its weight_dtype, the padding of an affine weight included."""
     words = -(-weight.lines * weight.pitch // 8)
     groups = -(-words // (THREADS * WORDS))
-    facts = [fact for fact in weight.template if fact[0] != "ALIGNED"]
+    facts = [fact for fact in weight.template if fact[0] != "ALIGNED"] + [("THREADS", THREADS), ("WORDS", WORDS)]
     (w,) = built("decode", (*INPUTS, "extent"), ("w",), SOURCE)(
         inputs=[*weight.inputs, mx.array([weight.lines], mx.uint32)],
         output_shapes=[(weight.lines, weight.pitch)],

@@ -16,7 +16,7 @@ LANES = 4
 LINES, ENOUGH_SIMDGROUPS = 32, 512
 
 SOURCE = """
-constexpr uint LANES = 4, LINES_OF_LANE = 4, COLUMNS = 8 * WORDS;
+constexpr uint LINES_OF_LANE = LINES * LANES / 32, COLUMNS = 8 * WORDS;
 uint M = x_shape[0], K = x_shape[1], N = dims[0], splits = split[0], depth = split[1];
 uint lane = thread_position_in_grid.x;
 uint n0 = (thread_position_in_grid.y * LANES + lane % LANES) * COLUMNS;
@@ -28,14 +28,14 @@ LaneTable table = {levels[lane % 16]};
 float high[ROWS][COLUMNS] = {};
 float low[ROWS][COLUMNS] = {};
 
-for (uint start = part * depth; start < stop; start += 32 / LANES * LINES_OF_LANE) {  // the same for all lanes
+for (uint start = part * depth; start < stop; start += LINES) {  // the same for all lanes
   uint4 chunk[LINES_OF_LANE];
   ulong line[LINES_OF_LANE];
   float scale[LINES_OF_LANE] = {};
   bool live[LINES_OF_LANE];
   float values[ROWS][LINES_OF_LANE];
   UNROLL for (uint i = 0; i < LINES_OF_LANE; ++i) {
-    uint k = start + i * (32 / LANES) + lane / LANES;
+    uint k = start + (i * 32 + lane) / LANES;
     live[i] = k < stop && n0 < N;
     line[i] = ulong(k) * N + n0;
     chunk[i] = uint4(0);
@@ -121,6 +121,8 @@ def gemv_columns(x: mx.array, weight: DeviceWeight) -> mx.array:
             *weight.template,
             ("ROWS", rows),
             ("WORDS", WORDS[rows]),
+            ("LANES", LANES),
+            ("LINES", LINES),
             ("EXACT", x.dtype == mx.float32),
         ],
     )

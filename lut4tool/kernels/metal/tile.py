@@ -18,7 +18,7 @@ BK = 64
 # `inner` is where the weight's lines run: along K, a line is a column of the product (n), and along N, a row (k).
 # Tiles' rows are padded by 16 bytes so that neighbours lie in different banks.
 SOURCE = """
-constexpr uint BK = 64, PAD = 16 / sizeof(C), THREADS = 128;
+constexpr uint PAD = 16 / sizeof(C);
 constexpr uint LINES = ALONG_K ? BK : BN, LENGTH = ALONG_K ? BN : BK, PITCH = LENGTH + PAD;
 constexpr uint CODES = LINES * LENGTH / THREADS, PER_LINE = LENGTH / CODES;
 constexpr uint TM = BM / 16, TN = BN / 16;
@@ -110,7 +110,7 @@ for (uint k0 = 0; k0 < K; k0 += BK) {
 
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  uint depth = min(BK, K - k0);
+  uint depth = min(uint(BK), K - k0);
   for (uint k = 0; k < depth; k += 8) {
     simdgroup_matrix<C, 8, 8> a[TM];
     simdgroup_matrix<C, 8, 8> b[TN];
@@ -171,6 +171,8 @@ def tile(x: mx.array, weight: DeviceWeight, multiply_in: mx.Dtype | None = None)
             ("FOURS", weight.K % 4 == 0),
             ("BM", bm),
             ("BN", bn),
+            ("BK", BK),
+            ("THREADS", THREADS),
             ("EXACT", exact),
         ],
     )
