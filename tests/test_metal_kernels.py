@@ -340,6 +340,12 @@ def test_a_kernel_that_fails_is_not_used(wrong: Any, sentence: str, simulator: S
     assert metal.refuses(x, lookup4(64, 64, perm=(1, 0), seed=2)) is not None  # no second warning
 
 
+def huge(rows: int, cols: int) -> Lookup4Weight:
+    """A weight that takes no memory: one byte and one scale, seen again and again."""
+    packed, scales = np.broadcast_to(np.uint8(0), rows * cols // 2), np.broadcast_to(np.float32(1), rows * cols // 4096)
+    return Lookup4Weight(packed, scales, formats.NF4, rows, cols, 4096)
+
+
 @pytest.mark.parametrize(
     ("x_dtype", "weight", "sentence"),
     [
@@ -347,6 +353,8 @@ def test_a_kernel_that_fails_is_not_used(wrong: Any, sentence: str, simulator: S
         ("bfloat16", lambda: lookup4(16, 16, weight_dtype="float16"), "halves take a weight of their own type"),
         ("float32", lambda: lookup4(4, 64, perm=(0, 1)), "K is 4; 8 and more are served"),
         ("int32", lambda: lookup4(16, 16), "float32, float16 and bfloat16 are served"),
+        ("float32", lambda: huge(8, 2**31), "a weight of 8 x 2147483648 is out of reach"),
+        ("float32", lambda: huge(2**20, 2**16), "a weight of 1048576 x 65536 is out of reach"),
     ],
 )
 def test_refusals(x_dtype: str, weight: Any, sentence: str) -> None:

@@ -26,7 +26,7 @@ KERNELS = ("gemv", "tile", "decode")
 #: dense product of MLX is not within the bound: it is made only where it is asked for.
 MOST_ROWS = {"half": {"gemv": 8, "tile": 256}, "float32": {"gemv": 8, "tile": 1 << 62}}
 
-#: Weights' elements and the sides of a product that the kernels' indices hold.
+#: Codes of a weight and sides of a product that the kernels' indices hold.
 MOST_ELEMENTS, MOST_SIDE = 2**35, 2**31 - 1
 
 QMM_HALF = "LUT4TOOL_QMM_HALF"
@@ -48,7 +48,7 @@ def refuses(x: mx.array, weight: Lookup4Weight | QmmWeight) -> str | None:
     K, N = weight.shape if isinstance(weight, Lookup4Weight) else (weight.K, weight.N)
     if K < LEAST_ELEMENTS:
         return f"K is {K}; {LEAST_ELEMENTS} and more are served"
-    if max(K, N) > MOST_SIDE or K * N > MOST_ELEMENTS:
+    if max(K, N) > MOST_SIDE or 2 * weight.packed.size > MOST_ELEMENTS:
         return f"a weight of {K} x {N} is out of reach of its indices"
     return probe.why_not(x, weight, _product)
 
