@@ -43,6 +43,7 @@ lint: setup
 bench: setup
 	$(BIN)/python benchmarks/blas.py
 	$(BIN)/python benchmarks/decode.py
+	$(BIN)/python benchmarks/kernels_cpu.py --quick
 
 clean:
 	rm -rf $(VENV) build dist lut4tool/native/*.so

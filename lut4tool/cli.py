@@ -223,7 +223,7 @@ def inspect(model: ModelArgument, json_output: JsonOption = False) -> None:
     from lut4tool.recognize.summary import summarize
 
     summary = summarize(model)
-    document = summary.to_json()
+    document = {**summary.to_json(), "unsupported": _unsupported(model)}
     if json_output:
         _print_json(document)
         return
@@ -241,6 +241,27 @@ def inspect(model: ModelArgument, json_output: JsonOption = False) -> None:
         )
     for advice in summary.advice:
         console.print(advice)
+    if document["unsupported"] is None:
+        console.print("whether `lut4tool run` serves it was not looked at: MLX does not load here")
+    elif document["unsupported"]:
+        console.print(f"`lut4tool run` does not serve it, for {len(document['unsupported'])} reason(s):")
+        for reason in document["unsupported"]:
+            console.print(f"  {reason}")
+    else:
+        console.print("`lut4tool run` serves every operator of it")
+
+
+def _unsupported(path: Path) -> list[str] | None:
+    """What keeps a model from running, in sentences; None where MLX does not load."""
+    from lut4tool.storage import read_model
+
+    try:
+        from lut4tool.runtime import backend  # it says in an error where MLX is missing
+    except Lut4Error:
+        return None
+    from lut4tool.runtime.plan import check
+
+    return check(read_model(path), backend.device("cpu"))
 
 
 @app.command()
@@ -414,22 +435,22 @@ def quantize(
 
 @app.command()
 def ops(json_output: JsonOption = False) -> None:
-    """List the operators that `run` serves, with the versions of each."""
-    from lut4tool.runtime import registry
+    """List the operators that `run` serves: versions, the types of their inputs, and what is refused."""
+    from lut4tool.runtime.operators import document
 
-    registry.load()
-    rows = [
-        {"domain": row.domain or "ai.onnx", "op": row.name, "since": row.since, "until": row.until}
-        for row in registry.operators()
-    ]
-    for row in rows:
-        row["until"] = None if row["until"] == registry.NEWEST else row["until"]
+    listed = document()
     if json_output:
-        _print_json({"operators": rows})
+        _print_json(listed)
         return
-    for row in rows:
+    for row in listed["operators"]:
         until = "newest" if row["until"] is None else row["until"]
-        print(f"{row['domain']}::{row['op']} {row['since']} to {until}")
+        print(f"{row['domain']}::{row['op']} {row['since']} to {until}" + (" on the host" if row["host"] else ""))
+        for name, kinds in row["types"].items():
+            print(f"    {name}: {kinds}")
+        if row["refused"]:
+            print(f"    {row['refused']}")
+    for row in listed["refused"]:
+        print(f"{row['domain']}::{row['op']} is refused: {row['reason']}")
 
 
 @app.command()
@@ -448,6 +469,59 @@ def demo(
         _print_json(result.to_json())
     else:
         _console().print(result.table())
+
+
+@app.command()
+def bench(
+    model: Annotated[Path | None, typer.Argument(metavar="MODEL", help="An ONNX file with 4-bit products.")] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(metavar="N,K[,BLOCK]", help="N outputs, depth K; may be repeated.")
+    ] = None,
+    m: Annotated[str, typer.Option("--m", metavar="M,M,...", help="Rows of x.")] = "1,16,128",
+    device: Annotated[str, typer.Option(help="auto, metal, cuda or cpu.")] = "auto",
+    seconds: Annotated[float, typer.Option(help="For each shape and number of rows.")] = 2.0,
+    cold: Annotated[bool, typer.Option("--cold", help="Also with weights that no cache holds.")] = False,
+    json_output: JsonOption = False,
+) -> None:
+    """Time this machine's kernels beside dense products and onnxruntime's, in turns."""
+    from rich.table import Table
+
+    from lut4tool.bench import Shape, shapes_of
+    from lut4tool.bench import bench as run_bench
+    from lut4tool.storage import read_model
+
+    shapes = []
+    for text in shape or ():
+        n, k, *block = _numbers(text, "--shape", (2, 3))
+        shapes.append(Shape(n, k, block[0] if block else 64))
+    if (model is None) == (not shapes):
+        raise typer.BadParameter("give a MODEL, or --shape N,K")
+    if model is not None:
+        shapes = shapes_of(read_model(model))
+    with _progress() as progress:
+        result = run_bench(shapes, _numbers(m, "--m"), device, seconds, cold, progress)
+    document = result.to_json()
+    if json_output:
+        _print_json(document)
+        return
+    kernels = {row["kernel"] for row in document["timings"] if row["kernel"]}
+    title = f"{', '.join(sorted(kernels))}; {result.threads} threads; {result.bandwidth:.0f} GB/s read from memory"
+    table = Table(title=title, title_justify="left")
+    for heading in ("product", "M", "weights", "engine", "best ms", "median ms", "ours / it"):
+        table.add_column(heading, overflow="fold")
+    for row in document["timings"]:
+        ratio = "" if row["ours_over_it"] is None else f"{row['ours_over_it']:.2f}"
+        figures = [f"{row[key]:.3f}" for key in ("best", "median")]
+        table.add_row(row["shape"], str(row["m"]), "cold" if row["cold"] else "hot", row["engine"], *figures, ratio)
+    _console().print(table)
+
+
+def _numbers(text: str, option: str, counts: tuple[int, ...] = ()) -> list[int]:
+    """Positive whole numbers with commas between them, so many of them where that is said."""
+    numbers = [int(part) if part.strip().isdigit() else 0 for part in text.split(",")]
+    if min(numbers) < 1 or (counts and len(numbers) not in counts):
+        raise typer.BadParameter(f"'{text}' is not a list of positive numbers such as 4096,4096", param_hint=option)
+    return numbers
 
 
 @app.command()

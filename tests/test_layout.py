@@ -22,6 +22,7 @@ ARROWS: dict[str, set[str]] = {
     "encode": {"formats"},
     "native": {"formats"},
     "measure": {"runtime"},  # time and peak memory of a process
+    "bench": {"formats", "native", "recognize", "runtime"},  # times of one product
     "recognize": {"formats", "storage", "native"},
     "rewrite": {"recognize", "formats", "storage", "native"},
     "kernels": {"formats", "native"},
@@ -49,6 +50,7 @@ ARROWS: dict[str, set[str]] = {
         "kernels",
         "native",
         "demo",
+        "bench",
         "__init__",
     },
 }

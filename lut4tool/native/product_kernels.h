@@ -20,15 +20,28 @@ constexpr std::size_t APART = PANEL * CHUNK + CHUNK;  // of their panels: not a 
 using F = Lanes::F;
 using W = Lanes::W;
 
-// `count` values that begin at a cache line.
+// Values that begin at a cache line; a thread keeps its own from call to call, as fresh pages cost more than small products.
 template <typename Value>
-struct AlignedBuffer {
-    Value *data;
-    explicit AlignedBuffer(std::size_t count)
-        : data(static_cast<Value *>(::operator new(count * sizeof(Value), std::align_val_t(64)))) {}
-    AlignedBuffer(const AlignedBuffer &) = delete;
-    AlignedBuffer &operator=(const AlignedBuffer &) = delete;
-    ~AlignedBuffer() { ::operator delete(data, std::align_val_t(64)); }
+class Scratch {
+  public:
+    Scratch() = default;
+    Scratch(const Scratch &) = delete;
+    Scratch &operator=(const Scratch &) = delete;
+    ~Scratch() { ::operator delete(data_, std::align_val_t(64)); }
+
+    Value *at_least(std::size_t count) {
+        if (count > count_) {
+            ::operator delete(data_, std::align_val_t(64));
+            data_ = nullptr, count_ = 0;
+            data_ = static_cast<Value *>(::operator new(count * sizeof(Value), std::align_val_t(64)));
+            count_ = count;
+        }
+        return data_;
+    }
+
+  private:
+    Value *data_ = nullptr;
+    std::size_t count_ = 0;
 };
 
 INLINE F rounded_to(F value, Float type) {
@@ -293,7 +306,10 @@ INLINE void scales_of_rows(const Weight &weight, const std::size_t *block, F &sc
     alignas(64) float values[L];
     if (weight.scales.type == Float::f32) {
         const char *all = static_cast<const char *>(weight.scales.data);
-        for (std::size_t i = 0; i < L; ++i) std::memcpy(values + i, all + 4 * block[i], 4);
+        for (std::size_t i = 0; i < L; ++i) {
+            Lanes::prefetch(all + 4 * (block[i] + PANEL / weight.block_size));
+            std::memcpy(values + i, all + 4 * block[i], 4);
+        }
     } else {
         for (std::size_t i = 0; i < L; ++i) values[i] = scale_of(weight, block[i]);
     }
@@ -328,7 +344,7 @@ INLINE void panel_along_k(const Weight &weight, const Lanes::Table &base, const 
             W words[4];
             Lanes::load_rows(rows, words);
             for (std::size_t i = 0; i < L; ++i) {
-                Lanes::prefetch(rows[i] + PANEL / 2);
+                if (k % 128 == 0) Lanes::prefetch(rows[i] + PANEL / 2);
                 rows[i] += 16;
             }
 #pragma GCC unroll 1
@@ -421,18 +437,20 @@ void tile_product(const Weight &weight, const PackedRows &x, float *y, std::size
     const Blocks blocks(weight.block_size);
     const std::size_t depth = weight.depth(), outputs = weight.outputs(), totals_strip = x.rows * CHUNK;
     const bool vectors = serves_gemv(weight);
-    AlignedBuffer<float> panels(STRIPS * APART);
-    AlignedBuffer<double> totals(STRIPS * totals_strip);
+    static thread_local Scratch<float> panel_scratch;
+    static thread_local Scratch<double> total_scratch;
+    float *panels = panel_scratch.at_least(STRIPS * APART);
+    double *totals = total_scratch.at_least(STRIPS * totals_strip);
     for (std::size_t strip0 = begin; strip0 < end; strip0 += STRIPS) {
         const std::size_t strips = end - strip0 < STRIPS ? end - strip0 : STRIPS;
-        for (std::size_t i = 0; i < strips * totals_strip; ++i) totals.data[i] = 0;
+        for (std::size_t i = 0; i < strips * totals_strip; ++i) totals[i] = 0;
         for (std::size_t k0 = 0; k0 < depth; k0 += PANEL) {
             const std::size_t steps = depth - k0 < PANEL ? depth - k0 : PANEL, padded = (steps + PADDING - 1) / PADDING * PADDING;
             if (vectors && !weight.along_k) {
-                panels_along_n(weight, base, blocks, strip0 * CHUNK, k0, steps, strips, panels.data);
+                panels_along_n(weight, base, blocks, strip0 * CHUNK, k0, steps, strips, panels);
             }
             for (std::size_t s = 0; s < strips; ++s) {
-                float *panel = panels.data + s * APART;
+                float *panel = panels + s * APART;
                 const std::size_t column = (strip0 + s) * CHUNK;
                 if (!vectors) {
                     panel_of_any(weight, column, k0, steps, panel);
@@ -445,15 +463,15 @@ void tile_product(const Weight &weight, const PackedRows &x, float *y, std::size
                 for (std::size_t t = 0; t < x.tiles; ++t) {
                     const std::size_t row = x.begin(t), rows = x.begin(t + 1) - row;
                     const Tile kernel = tile_for(rows, std::make_index_sequence<Lanes::rows_of_tile>());
-                    kernel(x.values + k0 * x.rows + row * padded, panels.data + s * APART, padded,
-                           totals.data + s * totals_strip + row * CHUNK);
+                    kernel(x.values + k0 * x.rows + row * padded, panels + s * APART, padded,
+                           totals + s * totals_strip + row * CHUNK);
                 }
             }
         }
         for (std::size_t s = 0; s < strips; ++s) {
             const std::size_t column = (strip0 + s) * CHUNK, columns = outputs - column < CHUNK ? outputs - column : CHUNK;
             for (std::size_t m = 0; m < x.rows; ++m) {
-                const double *sums = totals.data + s * totals_strip + m * CHUNK;
+                const double *sums = totals + s * totals_strip + m * CHUNK;
                 float *out = y + m * outputs + column;
                 if (vectors && !weight.along_k) {
                     in_order(sums, weight.high_nibble_first, out);
