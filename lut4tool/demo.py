@@ -200,7 +200,7 @@ def demo(folder: Path, progress: Progress | None = None, dim: int = 1024, hidden
     """Build the block in `folder`, rewrite it with every block compared, and measure both models.
 
     Each measurement runs in a process of its own, so that its peak memory is its own. onnxruntime runs where it is
-    installed: the original as it comes, which folds every weight dense, the rewritten one with that folding off.
+    installed: both models as it comes, which folds every weight dense, and the rewritten one with that folding off.
     Raises DemoError, MeasureError and the errors of rewrite.
     """
     from lut4tool.rewrite import rewrite
@@ -217,7 +217,7 @@ def demo(folder: Path, progress: Progress | None = None, dim: int = 1024, hidden
 
     steps = [(ORIGINAL, LUT4TOOL), (REWRITTEN, LUT4TOOL)]
     if find_spec("onnxruntime"):
-        steps = [(ORIGINAL, ONNXRUNTIME), (REWRITTEN, FOLDING_OFF), *steps]
+        steps = [(ORIGINAL, ONNXRUNTIME), (REWRITTEN, ONNXRUNTIME), (REWRITTEN, FOLDING_OFF), *steps]
     rows: list[DemoRow] = []
     expected: dict[str, np.ndarray] = {}
     for number, (model, engine) in enumerate(steps):
