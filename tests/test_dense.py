@@ -102,3 +102,82 @@ def test_what_is_not_finite_is_left_to_numpy():
     assert dense.quantized(np.array([0, np.nan], np.float32)) is None
     assert dense.quantized(np.full(40, -np.inf, np.float32)) is None
     assert dense.quantized(np.zeros(3, np.float32))[1] == 1
+
+
+def stepped(gates, x, r, lengths, backward, states):
+    """A cell in float64, step by step: gates(x [B, G * H], product of h, states) -> new states."""
+    states = [state.astype(np.float64) for state in states]
+    y = np.zeros((*x.shape[:2], states[0].shape[1]))
+    for t in reversed(range(len(x))) if backward else range(len(x)):
+        there = np.ones(x.shape[1], bool) if lengths is None else lengths > t
+        new = gates(x[t].astype(np.float64), r.astype(np.float64), *states)
+        states = [np.where(there[:, None], a, b) for a, b in zip(new, states, strict=True)]
+        y[t] = np.where(there[:, None], states[0], 0)
+    return y, states
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def lstm_gates(x, r, h, c):
+    i, o, f, g = np.split(x + h @ r.T, 4, axis=1)
+    c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
+    return sigmoid(o) * np.tanh(c), c
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("lengths", [None, np.array([3, 0, 6])])
+@pytest.mark.parametrize("hidden", [1, 20, 130])
+def test_lstm(backward, lengths, hidden):
+    random = np.random.default_rng(3)
+    x, r, h, c = (
+        floats(random, *shape) for shape in ((6, 3, 4 * hidden), (4 * hidden, hidden), (3, hidden), (3, hidden))
+    )
+    x, r = frozen(x * np.float32(5)), frozen(r / np.float32(np.sqrt(hidden)))  # gates from near 0 to the flat ends
+    y, *found = dense.lstm(x, r, h, c, lengths, backward)
+    wanted, states = stepped(lstm_gates, x, r, lengths, backward, (h, c))
+    for one, other in zip((y, *found), (wanted, *states), strict=True):
+        assert np.abs(one - other).max() <= 1e-5
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("lengths", [None, np.array([3, 0, 6])])
+@pytest.mark.parametrize("reset_after", [False, True])
+@pytest.mark.parametrize("hidden", [1, 20, 130])
+def test_gru(backward, lengths, reset_after, hidden):
+    random = np.random.default_rng(4)
+    x, r, h = (floats(random, *shape) for shape in ((6, 3, 3 * hidden), (3 * hidden, hidden), (3, hidden)))
+    r, bias = frozen(r / np.float32(np.sqrt(hidden))), floats(random, hidden)
+
+    def gates(x, r, h):
+        z, reset = np.split(sigmoid((x + h @ r.T)[:, : 2 * hidden]), 2, axis=1)
+        late = r[2 * hidden :].T
+        added = reset * (h @ late + bias) if reset_after else (reset * h) @ late + bias
+        return ((1 - z) * np.tanh(x[:, 2 * hidden :] + added) + z * h,)
+
+    found = dense.gru(x, r, bias, reset_after, h, lengths, backward)
+    wanted, states = stepped(gates, x, r, lengths, backward, (h,))
+    for one, other in zip(found, (wanted, *states), strict=True):
+        assert np.abs(one - other).max() <= 1e-5
+
+
+def test_lstm_of_bytes():
+    """The state rounded in each step, the product exact."""
+    random, hidden = np.random.default_rng(5), 20
+    x, h, c = (floats(random, *shape) for shape in ((6, 3, 4 * hidden), (3, hidden), (3, hidden)))
+    q, factor = (
+        frozen(random.integers(-128, 128, (hidden, 4 * hidden)).astype(np.int8)),
+        floats(random, 4 * hidden) / 300,
+    )
+    product = dense.RoundedProduct(dense.pack_bytes(q, None), factor, dense.quantized)
+
+    def gates(x, _, h, c):
+        steps, scale, zero = dense.quantized(h.astype(np.float32))
+        rounded = (steps.astype(np.float64) - zero) * scale
+        return lstm_gates(x + rounded @ (q * factor.astype(np.float64)), np.zeros((4 * hidden, hidden)), h, c)
+
+    y, *found = dense.lstm(x, product, h, c, None, False)
+    wanted, states = stepped(gates, x, np.zeros(1), None, False, (h, c))
+    for one, other in zip((y, *found), (wanted, *states), strict=True):
+        assert np.abs(one - other).max() <= 0.02  # a step of the state's rounding may fall on its other side

@@ -5,21 +5,19 @@
 #include <cstring>
 #include <vector>
 
+#include "clones.h"
 #include "threads.h"
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
+#if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
-#define LUT4TOOL_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #define LUT4TOOL_VNNI
-#else
-#define LUT4TOOL_CLONES
 #endif
 
 namespace lut4tool {
 namespace {
 
 constexpr int ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112;
-constexpr std::size_t SMALL = std::size_t(1) << 18;    // multiplications that are not worth a second thread
+constexpr std::size_t SMALL = std::size_t(1) << 21;    // multiplications that are not worth a second thread: 50 us
 constexpr std::size_t PIECES = 4;                      // pieces a thread: what a late thread delays is one of them
 constexpr std::size_t CACHED = std::size_t(1) << 17;   // floats of an unrolled panel, half a megabyte
 constexpr std::size_t FEW = 2;                         // rows that are multiplied one by one
@@ -112,6 +110,33 @@ void unroll(const Convolution &s, const float *x, std::size_t depth, std::size_t
     }
 }
 
+// out [rows, N] = a [rows, K] @ b [N, K].T, for so few rows that a call of the BLAS would cost more.
+LUT4TOOL_CLONES void multiply_rows(const float *a, std::size_t a_stride, const float *b, std::size_t b_stride,
+                                   std::size_t rows, std::size_t N, std::size_t K, float *out) {
+    constexpr std::size_t LANES = 16, COLUMNS = 4;
+    for (std::size_t n = 0; n < N; n += COLUMNS) {
+        const std::size_t columns = std::min(COLUMNS, N - n);
+        for (std::size_t m = 0; m < rows; ++m) {
+            const float *left = a + m * a_stride;
+            float sums[COLUMNS][LANES] = {};
+            std::size_t k = 0;
+            if (columns == COLUMNS) {
+                for (; k + LANES <= K; k += LANES)
+                    for (std::size_t column = 0; column < COLUMNS; ++column)
+                        for (std::size_t lane = 0; lane < LANES; ++lane)
+                            sums[column][lane] += left[k + lane] * b[(n + column) * b_stride + k + lane];
+            }
+            for (std::size_t column = 0; column < columns; ++column) {
+                float *lanes = sums[column];
+                for (std::size_t rest = k; rest < K; ++rest) lanes[0] += left[rest] * b[(n + column) * b_stride + rest];
+                for (std::size_t half = LANES / 2; half > 0; half /= 2)
+                    for (std::size_t lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+                out[m * N + n + column] = lanes[0];
+            }
+        }
+    }
+}
+
 using Dots = void (*)(const std::uint8_t *a, const std::int8_t *b, std::size_t depth, std::size_t rows,
                       std::size_t columns, std::int32_t *out, std::size_t stride);
 
@@ -178,6 +203,8 @@ Dots best_dots() {
 
 void multiply_dense(const Blas &blas, const Strided &a, const Strided &b, std::size_t M, std::size_t N, std::size_t K,
                     float *out, unsigned threads) {
+    if (M <= FEW && N * K <= SMALL / 8 && b.transposed && !a.transposed)
+        return multiply_rows(a.data, a.stride, b.data, b.stride, M, N, K, out);
     const std::size_t pieces = M * N * K <= SMALL ? 1 : PIECES * threads;
     const bool tall = M > N && M > FEW;
     const std::size_t length = piece(tall ? M : N, pieces, 4 * LINE);
@@ -204,7 +231,7 @@ void convolve(const Blas &blas, const Convolution &s, const float *x, const floa
     const std::size_t area = s.kernel[0] * s.kernel[1], depth = s.depth * area;
     const std::size_t work = s.batch * s.groups * s.kernels * points * depth;
     if (work <= SMALL) threads = 1;
-    if (s.depth == 1) {  // a multiplication a point: no product would be worth its unrolled input
+    if (s.depth == 1 && s.kernels <= FEW) {  // a multiplication a point: no product would be worth its unrolled input
         const std::size_t channels = s.groups * s.kernels, all = s.batch * channels;
         const std::size_t some = divided(all, PIECES * threads);
         parallel(divided(all, some), threads, [&](std::size_t index) {
@@ -230,6 +257,31 @@ void convolve(const Blas &blas, const Convolution &s, const float *x, const floa
                    int(depth), panel, int(stride), 0.0f, target, int(points));
         for (std::size_t k = 0; bias && k < count; ++k) add_constant(target + k * points, bias[channel + k], last - first);
     };
+    if (s.groups == 1 && s.batch > 1 && points < 4 * LINE) {  // small images: several to a product
+        const std::size_t some = std::min(divided(4 * LINE, points), divided(s.batch, threads));
+        parallel(divided(s.batch, some), threads, [&](std::size_t index) {
+            const std::size_t first = index * some, images = std::min(some, s.batch - first), columns = images * points;
+            thread_local std::vector<float> buffer, product;
+            buffer.resize(std::max(buffer.size(), depth * points + depth * columns));
+            product.resize(std::max(product.size(), s.kernels * columns));
+            float *one = buffer.data(), *panel = one + depth * points;
+            for (std::size_t image = 0; image < images; ++image) {
+                unroll(s, x + (first + image) * s.depth * plane, s.depth, 0, points, one);
+                for (std::size_t k = 0; k < depth; ++k)
+                    std::copy_n(one + k * points, points, panel + k * columns + image * points);
+            }
+            blas.sgemm(ROW_MAJOR, PLAIN, PLAIN, int(s.kernels), int(columns), int(depth), 1.0f, w, int(depth), panel,
+                       int(columns), 0.0f, product.data(), int(columns));
+            for (std::size_t image = 0; image < images; ++image) {
+                for (std::size_t k = 0; k < s.kernels; ++k) {
+                    float *target = y + ((first + image) * s.kernels + k) * points;
+                    std::copy_n(product.data() + k * columns + image * points, points, target);
+                    if (bias) add_constant(target, bias[k], points);
+                }
+            }
+        });
+        return;
+    }
     if (parts * across < threads && s.kernels > 2 * LINE) {  // few points: unrolled once, then the kernels are divided
         std::vector<float> buffer(whole ? 0 : depth * points);
         const std::size_t some = divided(s.depth, 2 * threads), rows = piece(s.kernels, PIECES * threads, 2 * LINE);
@@ -266,7 +318,7 @@ void multiply_bytes(const std::uint8_t *a, const std::int8_t *b, const std::int3
                     unsigned threads) {
     static const Dots multiply = best_dots();
     const std::size_t depth = packed_depth(K);
-    if (M * N * depth <= 4 * SMALL) threads = 1;
+    if (M * N * depth <= 4 * SMALL) threads = 1;  // a processor's byte products are that much faster
     // uint32 arithmetic: int32 that wraps. Sum (a - p)(b - q) = sum ab - p sum b - q (sum a - K p).
     std::vector<std::uint32_t> rest(M);
     for (std::size_t m = 0; m < M; ++m) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "dense.h"
+#include "recurrent.h"
 
 namespace nb = nanobind;
 
@@ -93,6 +94,59 @@ void matmul_bytes(const Rows<const std::uint8_t> &a, const Rows<const std::int8_
     multiply_bytes(left, right, points, offsets, sums, M, N, K, target, threads);
 }
 
+using State = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Steps = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using StepsOut = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using Lengths = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+Sequence sequence(const Steps &x, const StepsOut &y, const State &h, const std::optional<Lengths> &lengths,
+                  bool backward, std::size_t gates) {
+    const std::size_t steps = x.shape(0), batch = x.shape(1), hidden = h.shape(1);
+    check(blas.sgemm != nullptr, "no BLAS was given");
+    check(hidden > 0 && batch > 0 && hidden <= INT_MAX / 4 && batch <= INT_MAX, "the state's shape is not served");
+    check(x.shape(2) == gates * hidden && h.shape(0) == batch, "x and h do not fit");
+    check(y.shape(0) == steps && y.shape(1) == batch && y.shape(2) == hidden, "y does not fit");
+    check(!lengths || lengths->size() == batch, "lengths do not fit");
+    return {steps, batch, hidden, x.data(), y.data(), h.data(), nullptr, lengths ? lengths->data() : nullptr, backward};
+}
+
+void lstm(const Steps &x, const Matrix &r, const StepsOut &y, const State &h, const State &c,
+          const std::optional<Lengths> &lengths, bool backward, unsigned threads) {
+    Sequence s = sequence(x, y, h, lengths, backward, 4);
+    check(c.shape(0) == s.batch && c.shape(1) == s.hidden, "c does not fit");
+    check(r.shape(0) == 4 * s.hidden && r.shape(1) == s.hidden && r.stride(1) == 1 && r.stride(0) == std::int64_t(s.hidden),
+          "r must be [4 * H, H]");
+    s.c = c.data();
+    const Recurrent weights{r.data(), nullptr, nullptr, nullptr, nullptr};
+    nb::gil_scoped_release release;
+    run_lstm(blas, s, weights, threads);
+}
+
+void lstm_bytes(const Steps &x, const Rows<const std::int8_t> &r, const Integers &zero, const Integers &sums,
+                const Vector &factors, const StepsOut &y, const State &h, const State &c,
+                const std::optional<Lengths> &lengths, bool backward, unsigned threads) {
+    Sequence s = sequence(x, y, h, lengths, backward, 4);
+    check(c.shape(0) == s.batch && c.shape(1) == s.hidden, "c does not fit");
+    const std::size_t rows = 4 * s.hidden;
+    check(r.shape(0) == rows && r.shape(1) == packed_depth(s.hidden), "r must be packed [4 * H, H]");
+    check(zero.size() == rows && sums.size() == rows && factors.size() == rows, "what a row of r has does not fit");
+    s.c = c.data();
+    const Recurrent weights{nullptr, r.data(), zero.data(), sums.data(), factors.data()};
+    nb::gil_scoped_release release;
+    run_lstm(blas, s, weights, threads);
+}
+
+void gru(const Steps &x, const Matrix &r, const Vector &bias, bool reset_after, const StepsOut &y, const State &h,
+         const std::optional<Lengths> &lengths, bool backward, unsigned threads) {
+    const Sequence s = sequence(x, y, h, lengths, backward, 3);
+    check(r.shape(0) == 3 * s.hidden && r.shape(1) == s.hidden && r.stride(1) == 1 && r.stride(0) == std::int64_t(s.hidden),
+          "r must be [3 * H, H]");
+    check(bias.size() == s.hidden, "bias does not fit");
+    const float *weights = r.data(), *offset = bias.data();
+    nb::gil_scoped_release release;
+    run_gru(blas, s, weights, offset, reset_after, threads);
+}
+
 using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Scale = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
@@ -116,6 +170,16 @@ void add_dense(nb::module_ &m) {
           nb::arg("threads"));
     m.def("conv", &conv, nb::arg("x").noconvert(), nb::arg("w").noconvert(), nb::arg("bias").noconvert().none(),
           nb::arg("geometry"), nb::arg("groups"), nb::arg("y").noconvert(), nb::arg("threads"));
+    m.def("lstm", &lstm, nb::arg("x").noconvert(), nb::arg("r").noconvert(), nb::arg("y").noconvert(),
+          nb::arg("h").noconvert(), nb::arg("c").noconvert(), nb::arg("lengths").noconvert().none(), nb::arg("backward"),
+          nb::arg("threads"));
+    m.def("lstm_bytes", &lstm_bytes, nb::arg("x").noconvert(), nb::arg("r").noconvert(), nb::arg("zero").noconvert(),
+          nb::arg("sums").noconvert(), nb::arg("factors").noconvert(), nb::arg("y").noconvert(),
+          nb::arg("h").noconvert(), nb::arg("c").noconvert(), nb::arg("lengths").noconvert().none(), nb::arg("backward"),
+          nb::arg("threads"));
+    m.def("gru", &gru, nb::arg("x").noconvert(), nb::arg("r").noconvert(), nb::arg("bias").noconvert(),
+          nb::arg("reset_after"), nb::arg("y").noconvert(), nb::arg("h").noconvert(),
+          nb::arg("lengths").noconvert().none(), nb::arg("backward"), nb::arg("threads"));
     m.def("quantize", &quantize_bytes, nb::arg("x").noconvert(), nb::arg("values").noconvert(),
           nb::arg("scale").noconvert(), nb::arg("zero").noconvert());
     m.def("packed_depth", &packed_depth);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +80,7 @@ def conv(
 
 
 def quantized(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """DynamicQuantizeLinear's uint8 values, float32 scale and zero point; None where NumPy must: for a NaN or Inf too."""
+    """DynamicQuantizeLinear's uint8 values, float32 scale and zero point; None where NumPy must, for NaN too."""
     if _NATIVE is None or not _serves(x):
         return None
     steps, scale, zero = np.empty(x.shape, np.uint8), np.empty((), np.float32), np.empty((), np.uint8)
@@ -124,3 +125,63 @@ def matmul_bytes(a: np.ndarray, zero: Any, b: Bytes) -> np.ndarray:
     out = np.empty((a.shape[0], b.zero.size), np.int32)
     _NATIVE.matmul_bytes(rows, b.columns, zeros, b.zero, b.sums, b.depth, out, _THREADS)
     return out
+
+
+@dataclass(frozen=True)
+class RoundedProduct:
+    """The product of what `rounding`, DynamicQuantizeLinear, keeps of x [..., K] with bytes [K, N], times a factor.
+
+    factor: float32 [1] or [N].
+    """
+
+    matrix: Bytes
+    factor: np.ndarray
+    rounding: Callable[[Any], tuple[Any, Any, Any]]
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """Return the product [..., N]."""
+        steps, scale, zero = self.rounding(x)
+        total = matmul_bytes(steps.reshape(-1, x.shape[-1]), zero, self.matrix).reshape(*x.shape[:-1], -1)
+        return np.multiply(total, scale * self.factor, dtype=np.float32)
+
+
+def lstm(
+    x: np.ndarray, r: np.ndarray | RoundedProduct, h: np.ndarray, c: np.ndarray, lengths: Any, backward: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Run an LSTM with sigmoid and tanh -> y [T, B, H] and the last h and c [B, H]; None where NumPy must.
+
+    x: [T, B, 4 * H], the inputs' product and the biases of i, o, f, c. r: [4 * H, H], or what multiplies a state.
+    lengths: [B] or None.
+    """
+    if _NATIVE is None or not _serves(x, h, c) or not (isinstance(r, RoundedProduct) or _serves(r)):
+        return None
+    y = np.empty((*x.shape[:2], h.shape[1]), np.float32)
+    h, c = np.array(h, order="C"), np.array(c, order="C")  # written in place
+    rest = y, h, c, _lengths(lengths), backward, _THREADS
+    if isinstance(r, RoundedProduct):
+        factors = np.ascontiguousarray(np.broadcast_to(r.factor, r.matrix.zero.shape), np.float32)
+        matrix = r.matrix
+        _NATIVE.lstm_bytes(np.ascontiguousarray(x), matrix.columns, matrix.zero, matrix.sums, factors, *rest)
+    else:
+        _NATIVE.lstm(np.ascontiguousarray(x), np.ascontiguousarray(r), *rest)
+    return y, h, c
+
+
+def gru(
+    x: np.ndarray, r: np.ndarray, bias: np.ndarray, reset_after: bool, h: np.ndarray, lengths: Any, backward: bool
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Run a GRU with sigmoid and tanh -> y [T, B, H] and the last h [B, H]; None where NumPy must.
+
+    x: [T, B, 3 * H], the inputs' product and all biases of z, r, h but the recurrent one of h, bias [H]; r: [3 * H, H];
+    reset_after: the reset gate multiplies the state's product, not the state.
+    """
+    if _NATIVE is None or not _serves(x, r, bias, h):
+        return None
+    y, h = np.empty((*x.shape[:2], h.shape[1]), np.float32), np.array(h, order="C")
+    given = (np.ascontiguousarray(array) for array in (x, r, bias))
+    _NATIVE.gru(*given, reset_after, y, h, _lengths(lengths), backward, _THREADS)
+    return y, h
+
+
+def _lengths(lengths: Any) -> np.ndarray | None:
+    return None if lengths is None else np.ascontiguousarray(lengths, np.int64)

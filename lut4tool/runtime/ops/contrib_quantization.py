@@ -300,17 +300,10 @@ def _products(q: Any, scale: Any, zero: Any, packed: Sequence[dense.Bytes] | Non
         _, steps, offset = working(q, zero.reshape(q.shape[0], 1, -1))
         floats = (steps.astype(xp.float32) - offset.astype(xp.float32)) * factors[:, None]
         return [partial(_rounded_product, matrix) for matrix in floats]
-    return [partial(_byte_product, *part) for part in zip(packed, factors, strict=True)]
+    return [dense.RoundedProduct(*part, dynamic_quantize_linear) for part in zip(packed, factors, strict=True)]
 
 
 def _rounded_product(matrix: Any, x: Any) -> Any:
     """The product of what DynamicQuantizeLinear keeps of x."""
     xp, steps, scale, zero = working(*dynamic_quantize_linear(x))
     return _real(xp, steps, scale, zero) @ matrix
-
-
-def _byte_product(matrix: dense.Bytes, factor: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """The same by integers."""
-    steps, scale, zero = dynamic_quantize_linear(x)
-    total = dense.matmul_bytes(steps.reshape(-1, x.shape[-1]), zero, matrix).reshape(*x.shape[:-1], -1)
-    return total * (scale * factor)

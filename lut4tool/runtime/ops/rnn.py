@@ -117,6 +117,21 @@ def _without_matrix(multiply: Activation) -> Callable[[Any, Any], Any]:
     return lambda x, _: multiply(x)
 
 
+def _native(
+    step: Any, x: Any, r: Any, bias: Any, lengths: Any, states: Sequence[Any], backward: bool, names: Sequence[str],
+    flag: int,
+) -> tuple[Any, Sequence[Any]] | None:  # fmt: skip
+    """Y [T, B, H] and the last states of a cell with its usual activations, in native code; None where it has none."""
+    usual = [name.lower() for name in names] == ["sigmoid", "tanh", "tanh"][: len(names)]
+    if usual and step is lstm_step and not flag:
+        found: Any = dense.lstm(x, r, states[0], states[1], lengths, backward)
+    elif usual and step is _gru_step:
+        found = dense.gru(x, r, bias[2 * states[0].shape[1] :], bool(flag), states[0], lengths, backward)
+    else:
+        return None
+    return None if found is None else (found[0], found[1:])
+
+
 def recur(
     step: Callable[[Cell, Any, Any], Any], x: Any, w: Any, r: Any, b: Any, lengths: Any, states: Sequence[Any], p: Any,
     *, names: Sequence[str], alphas: Floats, betas: Floats, clip: float | None, direction: str, layout: int,
@@ -142,12 +157,20 @@ def recur(
         early = xp.where(xp.arange(gates) < 2 * hidden, r_bias, 0 * r_bias) if step is _gru_step else r_bias
         product, multiply = (None, None) if products is None else products[d]
         inputs = (_multiply(xp, x, w[d].T) if product is None else product(x)) + (w_bias + early)
+        state = tuple(xp.zeros_like(inputs[0, :, :hidden]) if s is None else s[d] for s in states)
+        backward = direction == "reverse" or d == 1
+        matrix = r[d] if multiply is None else multiply
+        if xp is np and not clip and p is None and isinstance(matrix, np.ndarray | dense.RoundedProduct):
+            own = names[d * count : (d + 1) * count]
+            if done := _native(step, inputs, matrix, r_bias, lengths, state, backward, own, flag):
+                outputs.append(done[0])
+                finals.append(done[1])
+                continue
         act = functions[d * count : (d + 1) * count]
         recurrent = partial(_multiply, xp) if multiply is None else _without_matrix(multiply)
         cell = Cell(xp, recurrent, r[d].T, r_bias, None if p is None else p[d], act, clip, flag)
-        state = tuple(xp.zeros_like(inputs[0, :, :hidden]) if s is None else s[d] for s in states)
         sequence: list[Any] = [None] * steps
-        for t in reversed(range(steps)) if direction == "reverse" or d == 1 else range(steps):
+        for t in reversed(range(steps)) if backward else range(steps):
             new = step(cell, inputs[t], state)
             state = new if ends is None else tuple(xp.where(ends[t], a, s) for a, s in zip(new, state, strict=True))
             sequence[t] = state[0] if ends is None else xp.where(ends[t], new[0], 0 * new[0])
