@@ -271,6 +271,19 @@ def test_kernels_are_built_once_and_weights_copied_once(simulator: Simulator) ->
     assert metal_weights.on_device(weight) is metal_weights.on_device(weight)
 
 
+def test_weights_over_the_same_bytes_share_them_on_the_device(simulator: Simulator) -> None:
+    primal = lookup4(64, 64)
+    facts = (primal.codebook, 64, 64, 64, (1, 0), True, "float16")
+    adjoint = Lookup4Weight(primal.packed, primal.scales, *facts)
+    other = Lookup4Weight(primal.packed.copy(), primal.scales, *facts)
+    x = values("float32", 2, 64)
+    for weight in (primal, adjoint, other):
+        check(product(x, weight), x, dense(weight))
+    on_device = [metal_weights.on_device(weight).arrays for weight in (primal, adjoint, other)]
+    assert on_device[0] is on_device[1]
+    assert on_device[0] is not on_device[2]
+
+
 def test_available_where_mlx_computes_with_metal(simulator: Simulator, monkeypatch: Any) -> None:
     gpu = mx.default_device().type == mx.DeviceType.gpu
     assert metal.available() == gpu

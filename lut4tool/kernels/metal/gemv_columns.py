@@ -24,7 +24,7 @@ uint m0 = thread_position_in_grid.z / splits * ROWS;
 uint part = thread_position_in_grid.z % splits;
 uint stop = min(K, (part + 1) * depth);
 
-LaneTable table = {levels[lane % 16]};
+LaneTable table = {float(levels[lane % 16])};
 float high[ROWS][COLUMNS] = {};
 float low[ROWS][COLUMNS] = {};
 

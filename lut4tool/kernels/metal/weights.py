@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -19,17 +19,27 @@ LEAST_ELEMENTS = 8
 LOAD_BYTES, LOAD_CODES = 16, 32
 
 
-@dataclass(frozen=True)
-class DeviceWeight:
-    """A weight as the kernels take it: lines of `pitch` codes, `along_k` where a line is one k (else one n).
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """What several weights may share, such as a projection and its adjoint.
 
-    packed: uint32, padded to whole loads; scales: [blocks]; levels: the codebook in float32 [16], or zero points
-    [blocks] or one; dims: uint32 [N, pitch].
+    packed: uint32, padded to whole loads; scales: [blocks]; levels: the codebook [16], or zero points
+    [blocks] or one.
     """
 
     packed: mx.array
     scales: mx.array
     levels: mx.array
+
+
+@dataclass(frozen=True)
+class DeviceWeight:
+    """A weight as the kernels take it: lines of `pitch` codes, `along_k` where a line is one k (else one n).
+
+    dims: uint32 [N, pitch].
+    """
+
+    arrays: Arrays
     dims: mx.array
     K: int
     N: int
@@ -54,7 +64,7 @@ class DeviceWeight:
     @property
     def inputs(self) -> list[mx.array]:
         """What every kernel takes after x."""
-        return [self.packed, self.scales, self.levels, self.dims]
+        return [self.arrays.packed, self.arrays.scales, self.arrays.levels, self.dims]
 
     @property
     def template(self) -> list[tuple[str, Any]]:
@@ -76,6 +86,8 @@ def is_aligned(pitch: int, length: int, block_size: int) -> bool:
 
 INPUTS = ("packed", "scales", "levels", "dims")
 
+#: By where the host's arrays lie, which stay as long as a weight that uses them.
+_ARRAYS: WeakValueDictionary[tuple[tuple[int, int, str], ...], Arrays] = WeakValueDictionary()
 _ON_DEVICE: WeakKeyDictionary[Lookup4Weight | QmmWeight, DeviceWeight] = WeakKeyDictionary()
 
 
@@ -86,12 +98,19 @@ def on_device(weight: Lookup4Weight | QmmWeight) -> DeviceWeight:
     return _ON_DEVICE[weight]
 
 
+def _arrays(packed: np.ndarray, scales: np.ndarray, levels: np.ndarray) -> Arrays:
+    hosts = (packed, scales, levels)
+    key = tuple((host.__array_interface__["data"][0], host.nbytes, str(host.dtype)) for host in hosts)
+    made = _ARRAYS.get(key)
+    if made is None:
+        made = _ARRAYS[key] = Arrays(_words(packed), _values(scales), _values(levels))
+    return made
+
+
 def _lookup4(weight: Lookup4Weight) -> DeviceWeight:
     K, N = weight.shape
     return DeviceWeight(
-        packed=_words(weight.packed),
-        scales=_floats(weight.scales),
-        levels=mx.array(weight.codebook.astype(np.float32)),
+        arrays=_arrays(weight.packed, weight.scales, weight.codebook),
         dims=mx.array([N, weight.cols], mx.uint32),
         K=K,
         N=N,
@@ -109,9 +128,7 @@ def _qmm(weight: QmmWeight) -> DeviceWeight:
     points = weight.zero_points
     pitch = weight.scales.shape[1] * weight.block_size
     return DeviceWeight(
-        packed=_words(weight.packed),
-        scales=_floats(weight.scales),
-        levels=mx.array(_padded(points)) if points.dtype == np.uint8 else _floats(points),
+        arrays=_arrays(weight.packed, weight.scales, points),
         dims=mx.array([weight.N, pitch], mx.uint32),
         K=weight.K,
         N=weight.N,
@@ -134,14 +151,11 @@ def _words(packed: np.ndarray) -> mx.array:
     return mx.array(np.ascontiguousarray(flat).view(np.uint32))
 
 
-def _padded(array: np.ndarray) -> np.ndarray:
+def _values(array: np.ndarray) -> mx.array:
+    """Values flat in their own type (zero points may be bytes), LEAST_ELEMENTS or more."""
     flat = array.reshape(-1)
-    missing = max(0, LEAST_ELEMENTS - flat.size)
-    return np.concatenate([flat, np.zeros(missing, flat.dtype)]) if missing else flat
-
-
-def _floats(array: np.ndarray) -> mx.array:
-    flat = np.ascontiguousarray(_padded(array))
-    if flat.dtype in (np.float32, np.float16):
-        return mx.array(flat)
-    return mx.array(flat.view(np.uint16)).view(mx.bfloat16)
+    if missing := max(0, LEAST_ELEMENTS - flat.size):
+        flat = np.concatenate([flat, np.zeros(missing, flat.dtype)])
+    flat = np.ascontiguousarray(flat)
+    known = flat.dtype in (np.uint8, np.float32, np.float16)
+    return mx.array(flat) if known else mx.array(flat.view(np.uint16)).view(mx.bfloat16)
