@@ -399,9 +399,26 @@ def test_quantize_reads_data_outside_where_it_is_allowed_and_says_how_it_was_cop
 
 
 def test_ops_lists_what_runs(run: Run) -> None:
-    operators = json.loads(run("ops", "--json").out)["operators"]
-    assert {"domain": "ai.lut4tool", "op": "Lookup4MatMul", "since": 1, "until": None} in operators
-    assert "ai.onnx::MatMul" in run("ops").out
+    document = json.loads(run("ops", "--json").out)
+    rows = {(row["domain"], row["op"], row["since"]): row for row in document["operators"]}
+    assert rows["ai.lut4tool", "Lookup4MatMul", 1]["until"] is None
+    assert rows["ai.onnx", "StringConcat", 20]["host"]
+    assert rows["ai.onnx", "TopK", 11]["types"]["K"] == "int64"
+    assert rows["com.microsoft", "RotaryEmbedding", 1]["refused"] == "Refuse scale other than 1.0."
+    assert [row["op"] for row in document["refused"]] == ["Gradient"]
+    text = run("ops").out
+    assert "ai.onnx::MatMul" in text
+    assert "Gradient is refused" in text
+
+
+def test_inspect_says_what_run_does_not_serve(run: Run, plain: Path) -> None:
+    assert json.loads(run("inspect", plain, "--json").out)["unsupported"] == []
+    model = onnx.load(plain)
+    model.graph.node[0].op_type = "Mystery"
+    onnx.save(model, "odd.onnx")
+    (reason,) = json.loads(run("inspect", "odd.onnx", "--json").out)["unsupported"]
+    assert "ai.onnx::Mystery is not supported" in reason
+    assert reason in run("inspect", "odd.onnx").out
 
 
 def test_selftest_holds_every_bound(run: Run) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from onnx.reference import ReferenceEvaluator
 
 from lut4tool import formats
 from lut4tool.formats import DOMAIN, Lookup4Weight
-from lut4tool.runtime import RunError, Runtime, Unsupported, registry
+from lut4tool.runtime import RunError, Runtime, registry
 
 FLOAT = TensorProto.FLOAT
 rng = np.random.default_rng(0)
@@ -118,7 +117,7 @@ def test_loop(m: str, c: str, trips: int, cond: bool, limit: float) -> None:
     check(proto, feeds, feeds)
 
 
-@pytest.mark.parametrize(("trips", "cond"), [(0, True), (-3, True), (5, False)])
+@pytest.mark.parametrize(("trips", "cond"), [(0, True), (5, False)])
 def test_loop_without_iterations_gives_empty_scan_outputs(trips: int, cond: bool) -> None:
     proto = model(LOOP.format(m="m", c="c"))
     feeds = {"m": np.array(trips), "c": np.array(cond), "limit": np.array(1, np.float32), "x": floats(2)}
@@ -130,6 +129,13 @@ def test_loop_without_iterations_gives_empty_scan_outputs(trips: int, cond: bool
     assert rows.dtype == np.float32
     assert steps.shape == (0,)
     assert steps.dtype == np.int64
+
+
+def test_a_negative_trip_count_is_an_error() -> None:
+    proto = model(LOOP.format(m="m", c="c"))
+    feeds = {"m": np.array(-3), "c": np.array(True), "limit": np.array(1, np.float32), "x": floats(2)}
+    with pytest.raises(RunError, match=r"node 'Loop:.*' \(Loop\) failed.*not negative, not -3"):
+        Runtime(proto, device="cpu").run(None, feeds)
 
 
 def test_loop_state_may_grow_and_loops_may_nest() -> None:
@@ -184,6 +190,59 @@ def test_scan_inputs_of_different_lengths_are_an_error() -> None:
     runtime = Runtime(scan_model({}, "[A, B]", "[C, D]", "[E, F]"), device="cpu")
     with pytest.raises(RunError, match=r"Scan.*different lengths: \[3, 4\]"):
         runtime.run(None, {"s": floats(2), "x": floats(4, 2), "z": floats(3, 3)})
+
+
+def test_a_sequence_grows_through_a_loop() -> None:
+    proto = model("""g (int64 n, seq(float[K]) start, float[K] x) => (seq(float[K]) all, int64 count) {
+        t = Constant <value = bool {1}> ()
+        all = Loop (n, t, start) <body = b (int64 i, bool c, seq(float[K]) s) => (bool d, seq(float[K]) e) {
+            d = Identity(c)
+            f = CastLike(i, x)
+            y = Mul(x, f)
+            e = SequenceInsert(s, y) }>
+        count = SequenceLength(all)
+    }""")
+    x = floats(3)
+    found, count = Runtime(proto, device="cpu").run(None, {"n": np.array(3), "start": [x], "x": x})
+    assert count == 4
+    for part, factor in zip(found, (1, 0, 1, 2), strict=True):
+        np.testing.assert_allclose(part, x * np.float32(factor), rtol=1e-6)
+    assert len(Runtime(proto, device="cpu").run(["all"], {"n": np.array(0), "start": [], "x": x})[0]) == 0
+
+
+SCAN8 = """g (int64[B] lengths, float[B, 2] s, float[B, T, 2] x) => (float[B, 2] last, float[B, T, 2] rows) {
+    last, rows = Scan <num_scan_inputs = 1 %s, body = b (float[2] a, float[2] v) => (float[2] c, float[2] r) {
+        c = Add(a, v) r = Mul(c, v) }> (lengths, s, x)
+}"""
+
+
+@pytest.mark.parametrize("directions", ["", ", directions = [1]"])
+def test_scan_8_goes_over_each_entry_of_a_batch_as_far_as_its_length(directions: str) -> None:
+    proto = model(SCAN8 % directions, opset=8)
+    lengths, s, x = np.array([2, 4, 0]), floats(3, 2), floats(3, 4, 2)
+    last, rows = Runtime(proto, device="cpu").run(None, {"lengths": lengths, "s": s, "x": x})
+    for place, length in enumerate(lengths):
+        steps = x[place, :length][::-1] if directions else x[place, :length]
+        sums = s[place] + np.cumsum(steps, axis=0)
+        np.testing.assert_allclose(last[place], sums[-1] if length else s[place], rtol=1e-5)
+        np.testing.assert_allclose(rows[place, :length], sums * steps, rtol=1e-5, atol=1e-6)
+    full = {"lengths": np.array([4, 4, 4]), "s": s, "x": x}
+    check(proto, full)
+    with pytest.raises(RunError, match="sequence_lens"):
+        Runtime(proto, device="cpu").run(None, {**full, "lengths": np.array([4, 5, 0])})
+
+
+def test_a_scan_reads_what_its_graph_and_the_graph_around_that_define() -> None:
+    proto = model("""g (bool go, float[2] s, float[T, 2] x) => (float[2] y, float[T, 2] rows) {
+        k = Exp(s)
+        y, rows = If (go) <then_branch = t () => (float[2] p, float[T, 2] q) {
+            h = Neg(k)
+            p, q = Scan <num_scan_inputs = 1, body = b (float[2] a, float[2] v) => (float[2] c, float[2] r) {
+                w = Mul(v, k) c = Add(a, w) r = Add(c, h) }> (s, x)
+        }, else_branch = e () => (float[2] u, float[T, 2] v) { u = Identity(s) v = Identity(x) }>
+    }""")
+    feeds = {"s": floats(2), "x": floats(3, 2)}
+    check(proto, {"go": np.array(True), **feeds}, {"go": np.array(False), **feeds})
 
 
 FUNCTIONS = """

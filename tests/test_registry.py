@@ -173,6 +173,20 @@ def contrib_input_faults(row: Operator, schema: Any) -> Iterator[str]:
             yield f"lacks the input {formal.name}"
 
 
+def test_the_standard_is_served_but_for_what_is_refused_with_a_reason() -> None:
+    unserved = {
+        (schema.domain, schema.name)
+        for schema in onnx.defs.get_all_schemas()
+        if not (schema.deprecated or schema.has_function or schema.has_context_dependent_function)
+        and registry.find(schema.domain, schema.name, NEWEST) is None
+    }
+    assert unserved == set(registry.REFUSED)
+
+
+def test_a_check_says_what_it_refuses() -> None:
+    assert [row.name for row in ROWS if row.check is not None and not row.refused.startswith("Refuse")] == []
+
+
 def test_no_row_is_of_an_unknown_domain() -> None:
     assert {row.domain for row in ROWS} <= {*STANDARD, "com.microsoft", DOMAIN}
 

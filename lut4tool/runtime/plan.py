@@ -8,7 +8,7 @@ where a step wants one. Steps whose inputs are small constants run while plannin
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -28,7 +28,7 @@ from lut4tool.runtime.functions import body_of, infer_types, is_random, schema_o
 from lut4tool.runtime.graph import ABSENT, DROPPED, Graph, RunError, Step
 from lut4tool.runtime.registry import Operator, Unsupported
 from lut4tool.runtime.scope import Block, Body, Constant, Scope, Site, Value
-from lut4tool.storage import StorageError, Tensors
+from lut4tool.storage import StorageError, Tensors, is_external, nbytes
 
 __all__ = ["Node", "Plan", "RunError", "Unsupported", "plan"]
 
@@ -119,6 +119,18 @@ def plan(model: onnx.ModelProto, device: mx.Device, tensors: Tensors) -> Plan:
     registry.load()
     with mx.stream(device), np.errstate(all="ignore"):
         return _Planner(model, device, tensors).plan()
+
+
+def check(model: onnx.ModelProto, device: mx.Device) -> list[str]:
+    """Return what keeps a model from being planned, in sentences, from its metadata alone: weights are not read."""
+    registry.load()
+    with mx.stream(device), np.errstate(all="ignore"):
+        checker = _Checker(model, device, _Shapes(None))
+        try:
+            checker.plan()
+        except Unsupported:
+            return list(checker.problems)
+    return []
 
 
 class _Planner:
@@ -290,7 +302,9 @@ class _Planner:
         function = body_of(node, schema, site.version, self.type_of) if schema is not None else None
         if schema is None or function is None:
             what = f"{site.domain or 'ai.onnx'}::{node.op_type}"
-            self.problem(f"node '{site.name}': {what} is not supported at version {site.version}")
+            why = registry.REFUSED.get((site.domain, node.op_type))
+            text = f"node '{site.name}': {what} is not supported at version {site.version}"
+            self.problem(f"{text}: {why}" if why else text)
             return
         written = {name: entry.default_value for name, entry in schema.attributes.items()}
         defaults = {
@@ -470,6 +484,30 @@ class _Planner:
         else:
             dense[tuple(indices.T)] = values
         return dense
+
+
+class _Checker(_Planner):
+    """A planner that loads no weights and prepares no kernels."""
+
+    def place(self, value: Value, host: bool) -> int:
+        """Small constants have slots; the others are never read."""
+        return super().place(value, host) if value.constant is None or value.small else ABSENT
+
+    def prepared(self, site: Site, row: Operator) -> Callable[..., Any] | None:
+        """Control flow is planned as ever; what packs weights is only checked."""
+        if not (row.planned and row.domain):
+            return super().prepared(site, row)
+        return super().prepared(site, replace(row, planned=False))
+
+
+class _Shapes(Tensors):
+    """Tensors whose values are not read, but for literals in the model itself: zeros of their type and shape."""
+
+    def array(self, tensor: onnx.TensorProto) -> np.ndarray:
+        """The tensor's values where they are few and in the model, else zeros that take no memory."""
+        if not is_external(tensor) and nbytes(tensor) <= 1024:
+            return super().array(tensor)
+        return np.broadcast_to(np.zeros((), numpy_dtype(tensor.data_type)), tuple(tensor.dims))
 
 
 def _apart(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:

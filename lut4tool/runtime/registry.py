@@ -60,6 +60,11 @@ class Operator:
     shape: bool = False
     codes: bool = False
 
+    @property
+    def refused(self) -> str:
+        """What its check refuses, in a sentence; empty where it serves all that its schema allows."""
+        return (inspect.getdoc(self.check) or "").split("\n\n")[0].replace("\n", " ") if self.check else ""
+
     @cached_property
     def inputs(self) -> tuple[inspect.Parameter, ...]:
         """The positional parameters that stand for ONNX inputs."""
@@ -89,6 +94,14 @@ class Operator:
         """Whether the function wants to know how many outputs the node asks for."""
         return "outputs" in inspect.signature(self.run).parameters
 
+
+#: Operators of the standard that no row and no body of the standard serves, and why.
+REFUSED = {
+    (
+        "ai.onnx.preview.training",
+        "Gradient",
+    ): "it stands for the derivative of the graph around it: models are run, not trained"
+}
 
 _TABLE: dict[tuple[str, str], list[Operator]] = {}
 

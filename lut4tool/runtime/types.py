@@ -24,6 +24,9 @@ from lut4tool.runtime.scope import Site
 STANDARD = ("", "ai.onnx.ml", "ai.onnx.preview", "ai.onnx.preview.training")
 #: Attributes that name the type of a result that no input tells.
 _NAMING = ("to", "dtype", "output_dtype")
+#: Attributes that are numbers of types; 0 says no type in the last two.
+_NUMBERS = {"to", "dtype", "stash_type", "softmax_precision", "output_dtype", "precision"}
+_OPTIONAL = {"output_dtype", "precision"}
 #: Where the results of a control operator begin among those of its body.
 _BODIES = {"If": 0, "Loop": 1, "Scan": 0}
 
@@ -86,6 +89,14 @@ def signatures(row: Operator) -> tuple[Signature, ...]:
     return tuple(found)
 
 
+def first_version(row: Operator) -> int:
+    """The oldest version that a row serves and the standard has."""
+    version, newest = row.since, schema_of(row.domain, row.name, row.until)
+    while newest is not None and schema_of(row.domain, row.name, version) is None and version < newest.since_version:
+        version += 1
+    return version
+
+
 @cache
 def taken(row: Operator) -> tuple[frozenset[str], ...]:
     """The types that each input of a row may have at some version of its range: its function is the same for all."""
@@ -117,19 +128,29 @@ def faults(row: Operator, site: Site) -> Iterator[str]:
     known = signature(row.domain, row.name, site.version)
     if known is None:
         return
-    for name in sorted(known.required - site.attributes.keys()):
-        yield f"needs the attribute '{name}'"
-    for attribute in site.node.attribute:
-        found, wanted = AttributeProto.AttributeType.Name(attribute.type), known.attributes.get(attribute.name)
-        if wanted not in (None, found):
-            yield f"has an attribute '{attribute.name}' of type {found}, not {wanted}"
-    for name, given in site.attributes.items():
-        words = CHOICES.get((row.name, name), ()) if row.domain in STANDARD else ()
-        if words and given not in words:
-            yield f"has {name} '{given}', which is none of {', '.join(words)}"
+    yield from _attribute_faults(row, site, known)
     if len(site.outputs) > len(known.outputs) and not (known.outputs and known.outputs[-1].variadic):
         yield f"has at most {len(known.outputs)} outputs, not {len(site.outputs)}"
     yield from _type_faults(row, [value.type for value in site.inputs])
+
+
+def _attribute_faults(row: Operator, site: Site, known: Signature) -> Iterator[str]:
+    for name in sorted(known.required - site.attributes.keys()):
+        yield f"needs the attribute '{name}'"
+    mistyped = set()
+    for attribute in site.node.attribute:
+        found, wanted = AttributeProto.AttributeType.Name(attribute.type), known.attributes.get(attribute.name)
+        if wanted not in (None, found):
+            mistyped.add(attribute.name)
+            yield f"has an attribute '{attribute.name}' of type {found}, not {wanted}"
+    for name, given in site.attributes.items():
+        if name in mistyped or row.domain not in STANDARD:
+            continue
+        words = CHOICES.get((row.name, name), ())
+        if words and given not in words:
+            yield f"has {name} '{given}', which is none of {', '.join(words)}"
+        if name in _NUMBERS and given not in BY_NUMBER and not (given == 0 and name in _OPTIONAL):
+            yield f"has {name} {given}, which is the number of no type that is served"
 
 
 def _type_faults(row: Operator, given: Sequence[str | None]) -> Iterator[str]:
@@ -162,17 +183,18 @@ def results(
     for formal, kind in zip(_spread(known.inputs, len(given)), given, strict=False):
         if kind is not None and formal.variable:
             bound.setdefault(formal.variable, kind)
-    named = next((attributes[name] for name in _NAMING if attributes.get(name)), None)
+    numbers = [attributes.get(name) for name in _NAMING]
+    named = next((number for number in numbers if isinstance(number, int) and number in BY_NUMBER), None)
     found = [_result(formal, bound, named) for formal in _spread(known.outputs, count)]
     return [*found, *[None] * (count - len(found))]
 
 
-def _result(formal: Formal, bound: Mapping[str, str], named: Any) -> str | None:
+def _result(formal: Formal, bound: Mapping[str, str], named: int | None) -> str | None:
     if formal.variable in bound:
         return bound[formal.variable]
     if len(formal.types) == 1:
         return next(iter(formal.types))
-    text = f"tensor({BY_NUMBER[named].name})" if isinstance(named, int) and named in BY_NUMBER else ""
+    text = f"tensor({BY_NUMBER[named].name})" if named is not None else ""
     return text if text in formal.types else None
 
 

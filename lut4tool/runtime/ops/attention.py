@@ -9,6 +9,7 @@ import numpy as np
 
 from lut4tool.runtime.dtypes import numpy_dtype
 from lut4tool.runtime.ops.compute import finish, working
+from lut4tool.runtime.ops.indexing import checked
 from lut4tool.runtime.registry import op
 
 
@@ -98,9 +99,10 @@ def rotary_embedding(
     num_heads: int | None = None, rotary_embedding_dim: int = 0,
 ) -> Any:  # fmt: skip
     """Cosines and sines come as tables by position, where mx.fast.rope computes them; the rest of a head is kept."""
-    xp, data, cos, sin, at = working(x, cos_cache, sin_cache, position_ids)
+    xp, data, cos, sin = working(x, cos_cache, sin_cache)
     heads = split_heads(xp, data, num_heads)  # [B, heads, T, D]
-    if at is not None:
+    if position_ids is not None:
+        at = xp.array(checked(position_ids, cos.shape[0]))
         cos, sin = xp.take(cos, at, axis=0), xp.take(sin, at, axis=0)
     y = turned(xp, heads, cos, sin, interleaved, rotary_embedding_dim)
     return finish((xp.swapaxes(y, 1, 2).reshape(x.shape) if x.ndim == 3 else y), x)

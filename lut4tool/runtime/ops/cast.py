@@ -7,8 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from lut4tool.runtime.backend import mx
 from lut4tool.runtime import dtypes
+from lut4tool.runtime.backend import mx
 from lut4tool.runtime.dtypes import BY_MLX, BY_NUMBER, MLX_OF, Type, to_device, to_numpy, type_of
 from lut4tool.runtime.ops import codes, compute
 from lut4tool.runtime.registry import op
@@ -63,12 +63,14 @@ def convert(x: np.ndarray, dtype: np.dtype, saturate: int = 1, round_mode: str =
 
 
 def _by_codes(x: Any, target: Type) -> bool:
-    """Whether a type that MLX lacks is converted by it: strings and float64 are not, and float8e8m0 has its own rule."""
+    """Whether MLX converts a type that it lacks: strings and float64 it does not, and float8e8m0 has its own rule."""
     source = x.dtype if isinstance(x, np.ndarray) else BY_MLX[x.dtype].numpy
     if np.float64 in (source, target.numpy) or target.numpy == codes.E8M0:
         return False
     to_codes = codes.known(target.numpy)
-    return codes.known(source) and (to_codes or target.mlx is not None) or to_codes and isinstance(x, mx.array)
+    if codes.known(source):
+        return to_codes or target.mlx is not None
+    return to_codes and isinstance(x, mx.array)
 
 
 def _cast(xp: Any, x: Any, target: Type, saturate: int, round_mode: str) -> Any:

@@ -24,6 +24,8 @@ def only(**accepted: Sequence[Any]) -> Callable[[Node], None]:
             if node.attributes.get(name, values[0]) not in values:
                 raise Unsupported(f"{name} must be {' or '.join(map(str, values))}, not {node.attributes[name]}")
 
+    choices = [f"{name} other than {' or '.join(map(str, values))}" for name, values in accepted.items()]
+    check.__doc__ = f"Refuse {', '.join(choices)}."
     return check
 
 
@@ -132,6 +134,7 @@ def shared_buffer(node: Node, past: int, length: int) -> None:
 
 
 def _attention_check(node: Node) -> None:
+    """Refuse rotary positions, and a shared cache without its length."""
     only(do_rotary=(0,))(node)
     shared_buffer(node, past=4, length=6)
 
@@ -177,6 +180,7 @@ def self_attention(
 
 
 def _refuse_beams(node: Node) -> None:
+    """Refuse beams: cache_indirection."""
     refuse_inputs(node, cache_indirection=9)
 
 
@@ -216,6 +220,7 @@ def _projections(xp: Any, q: Any, k: Any, v: Any, bias: Any, heads: int) -> tupl
 
 
 def _decoder_check(node: Node) -> None:
+    """Refuse beams, and a shared cache without its length."""
     refuse_inputs(node, beam_width=8, cache_indirection=9)
     shared_buffer(node, past=5, length=7)
 

@@ -165,6 +165,7 @@ _INPUTS = 21
 
 
 def _packed_check(node: Node) -> None:
+    """Refuse what MoE refuses, other codes than integers of 2, 4 and 8 bits, global and activation scales."""
     if unknown := sorted(node.attributes.keys() - _DEFAULTS.keys()):
         raise Unsupported(f"it has no attributes {', '.join(unknown)} that are supported")
     _check(node)

@@ -100,6 +100,7 @@ def _known(*names: str) -> Callable[[Node], None]:
         if name and name not in names:
             raise Unsupported(f"activation must be one of {', '.join(names)}, not {name}")
 
+    check.__doc__ = f"Refuse activations other than {', '.join(names)}."
     return check
 
 

@@ -43,6 +43,7 @@ def _positions(xp: Any, places: np.ndarray, rows: int) -> Any:
 
 
 def _gqa_check(node: Node) -> None:
+    """Refuse a quantized cache, a cache that slides, and options that contradict each other."""
     only(k_quant_type=("NONE",), v_quant_type=("NONE",), sliding_window_cache=(0,), kv_cache_bit_width=(0,))(node)
     only(smooth_softmax=(-1, 0, 1), causal=(1, 0), qk_output=(0, 1, 2))(node)
     refuse_inputs(node, k_scale=12, v_scale=13)

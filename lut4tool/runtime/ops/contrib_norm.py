@@ -62,6 +62,7 @@ def _inverse_rms(xp: Any, x: Any, axes: Any, epsilon: float) -> Any:
 
 
 def _segments_check(node: Node) -> None:
+    """Refuse segment_ids without segment_embedding, and the other way round."""
     given = (*node.given, *[False] * 9)
     if given[1] != given[4]:
         raise Unsupported("segment_ids and segment_embedding are supported together only")

@@ -23,6 +23,7 @@ def _windowed(xp: Any, states: list[Any], window: int) -> Any:
 
 
 def _conv_check(node: Node) -> None:
+    """Refuse more than one dimension, other activations than silu, and the output state_update."""
     only(
         ndim=(1,), activation=("none", "silu", "swish"), state_update_capacity=(0,), state_channels_last=(-1,),
         state_length=(0,), input_channel_offset=(0,), input_channels=(0,),
@@ -71,6 +72,7 @@ def causal_conv_with_state(
 
 
 def _attention_check(node: Node) -> None:
+    """Refuse inputs that the update rule does not use, and rules without theirs."""
     only(update_rule=("gated_delta", "linear", "gated", "delta"))(node)
     rule, given = node.attributes.get("update_rule", "gated_delta"), (*node.given, *[False] * 6)
     for name, place, part in (("decay", 4, "gated"), ("beta", 5, "delta")):

@@ -191,6 +191,7 @@ def matmul_bnb4(node: Node) -> Callable[..., Any]:
 
 
 def _gather_check(node: Node) -> None:
+    """Refuse bits other than 2, 4 and 8, and uint8 data gathered along another axis than the first."""
     size, bits = node.attributes.get("block_size", 128), node.attributes.get("bits", 4)
     if size and not power_of_two(size):
         raise Unsupported(f"block_size must be 0 or a power of two from 16 on, not {size}")

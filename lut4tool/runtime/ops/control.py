@@ -64,7 +64,7 @@ def loop(node: Node) -> Callable[..., Any]:
     carried = len(body.inputs) - 2
 
     def run(trips: np.ndarray | None, cond: np.ndarray | None = None, *initial: Any) -> Any:
-        limit = None if trips is None else int(trips.reshape(-1)[0])
+        limit = None if trips is None else _count(trips)
         go, state, rows, iteration = cond is None or _flag(cond), list(initial), [], 0
         while go and (limit is None or iteration < limit):
             after, *results = body(np.array(iteration, np.int64), np.array(True), *state)
@@ -100,7 +100,7 @@ def scan(node: Node) -> Callable[..., Any]:
 def scan_batches(node: Node) -> Callable[..., Any]:
     """One scan for each entry of the first axis, over the second as far as its length says; zeros fill the rest."""
     body = node.attributes["body"]
-    scanned, stacked = _scan_counts(node)
+    scanned, _ = _scan_counts(node)
     backwards = _each(node, "directions", scanned)
 
     def run(lengths: np.ndarray | None, *values: Any) -> Any:
@@ -163,6 +163,12 @@ def _padded(value: Any, count: int) -> Any:
         return value
     xp = mx if isinstance(value, mx.array) else np
     return xp.concatenate([value, xp.zeros((count, *value.shape[1:]), dtype=value.dtype)])
+
+
+def _count(trips: np.ndarray) -> int:
+    if trips.size != 1 or trips.reshape(-1)[0] < 0:
+        raise ValueError(f"the trip count must be one number that is not negative, not {trips.tolist()}")
+    return int(trips.reshape(-1)[0])
 
 
 def _flag(cond: np.ndarray) -> bool:

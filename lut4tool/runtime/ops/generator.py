@@ -11,6 +11,7 @@ import numpy as np
 
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.dtypes import BY_NUMBER, Type, to_device, to_mx, type_of
+from lut4tool.runtime.ops.sizes import check_size
 from lut4tool.runtime.registry import op
 
 #: A result of at most this many integers stays on the host, where it serves shape arithmetic.
@@ -25,6 +26,7 @@ def _placed(value: np.ndarray) -> Any:
 def constant_of_shape(shape: Any, *, value: np.ndarray | None = None) -> Any:
     """Filled with the one element of `value`, float32 0 by default."""
     fill = np.zeros(1, np.float32) if value is None else np.asarray(value).reshape(-1)
+    check_size(shape.tolist(), fill.dtype.itemsize)
     return _placed(np.full(shape.tolist(), fill[0], dtype=fill.dtype))
 
 
@@ -34,6 +36,7 @@ def _range(start: Any, limit: Any, delta: Any, wide: Any) -> Any:
         count = max(0, -((int(first) - int(last)) // int(step)))
     else:
         count = max(0, ceil((wide(last) - wide(first)) / wide(step)))
+    check_size([count], start.dtype.itemsize)
     return _placed((wide(first) + np.arange(count).astype(wide) * wide(step)).astype(start.dtype))
 
 
@@ -82,6 +85,7 @@ def random_normal(
     *, shape: Sequence[int], dtype: int = 1, mean: float = 0.0, scale: float = 1.0, seed: float | None = None
 ) -> Any:
     """MLX's own sequence: ONNX does not say which."""
+    check_size(shape, 4)
     return _typed(mx.random.normal(shape, loc=mean, scale=scale, key=_key(seed)), BY_NUMBER[dtype])
 
 
@@ -90,6 +94,7 @@ def random_uniform(
     *, shape: Sequence[int], dtype: int = 1, low: float = 0.0, high: float = 1.0, seed: float | None = None
 ) -> Any:
     """MLX's own sequence: ONNX does not say which."""
+    check_size(shape, 4)
     return _typed(mx.random.uniform(low, high, shape, key=_key(seed)), BY_NUMBER[dtype])
 
 

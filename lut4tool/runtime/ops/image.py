@@ -17,6 +17,7 @@ _FORMATS = ("BMP", "JPEG", "JPEG2000", "TIFF", "PNG", "WEBP", "PPM")
 
 
 def _check(node: Node) -> None:
+    """Refuse it without Pillow, which the extra `images` installs."""
     if importlib.util.find_spec("PIL") is None:
         raise Unsupported("images are decoded by Pillow, which is not installed: pip install 'lut4tool[images]'")
     wanted = node.attributes.get("pixel_format", "RGB")

@@ -18,6 +18,8 @@ def _loss(scores: Any, target: Any, weight: Any, ignore_index: int | None, reduc
     xp, logs, factors = working(scores, weight)
     classes = to_numpy(target)
     counted = classes != ignore_index if ignore_index is not None else np.ones(classes.shape, np.bool_)
+    if weight is not None and tuple(weight.shape) != (scores.shape[1],):
+        raise ValueError(f"weight has shape {list(weight.shape)}; there are {scores.shape[1]} classes")
     index = xp.array(checked(np.where(counted, classes, 0), scores.shape[1]))
     kept = xp.array(counted).astype(logs.dtype)
     weights = kept if factors is None else xp.take(factors, index) * kept

@@ -11,6 +11,7 @@ import numpy as np
 
 from lut4tool.runtime.dtypes import to_device, to_numpy
 from lut4tool.runtime.ops.compute import finish, numpy_type, working
+from lut4tool.runtime.ops.sizes import check_size
 from lut4tool.runtime.ops.window import Ints, Window, pad, views, window
 from lut4tool.runtime.registry import op
 
@@ -131,6 +132,7 @@ def max_unpool(
     natural = (*x.shape[:2], *size)
     if (indices < 0).any() or (indices >= prod(natural)).any():
         raise ValueError(f"MaxUnpool's indices lie outside the pool's input {list(natural)}")
+    check_size(natural, 8)
     image = np.zeros(natural, numpy_type(x))
     image.reshape(-1)[indices.reshape(-1)] = to_numpy(x).reshape(-1)
     if output_shape is not None:

@@ -110,6 +110,7 @@ def _integer_conv(x: np.ndarray, w: np.ndarray, x_zero: Any, w_zero: Any, group:
 
     Groups of deeper sums are convolved in float64.
     """
+    check_channels(x, w, None, group)
     channels, area = w.shape[1], prod(w.shape[2:])
     exact = area <= EXACT_DEPTH and (group == 1 or channels * area <= EXACT_DEPTH)
     wide: Any = np.float32 if exact else np.float64

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from lut4tool.runtime.ops.compute import finish, numpy_type, working
+from lut4tool.runtime.ops.sizes import check_size
 from lut4tool.runtime.ops.window import Ints
 from lut4tool.runtime.registry import op
 
@@ -108,6 +109,8 @@ def interpolate(
     outside = []
     for place, axis in axes.items():
         where = _coordinates(axis, coordinates)
+        if np.isnan(where).any():
+            raise ValueError(f"scale {axis.scale} and a region from {axis.start} to {axis.end} give no coordinates")
         if coordinates == "tf_crop_and_resize":
             beyond = (where < 0) | (where > axis.length - 1)
             outside.append(beyond.reshape([-1 if at == place else 1 for at in range(x.ndim)]))
@@ -141,6 +144,8 @@ def _axes(
         factors = [float(scale) for scale in scales]
         spans = [end - start if crops else 1.0 for start, end in zip(starts, ends, strict=True)]
         outs = [floor(np.float32(n * span) * np.float32(f)) for n, span, f in zip(lengths, spans, factors, strict=True)]
+    sizes_of = dict(zip([place % x.ndim for place in places], outs, strict=True))
+    check_size([sizes_of.get(place, size) for place, size in enumerate(x.shape)], 4)
     rows = zip(lengths, factors, outs, starts, ends, strict=True)
     return {place % x.ndim: Axis(*row) for place, row in zip(places, rows, strict=True)}
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from lut4tool.runtime.ops.compute import finish, numpy_type, working
 from lut4tool.runtime.ops.resize import cubic
+from lut4tool.runtime.ops.sizes import check_size
 from lut4tool.runtime.ops.window import Ints, Window, fold, window
 from lut4tool.runtime.registry import op
 
@@ -84,6 +85,7 @@ def grid_sample_before_20(
 def affine_grid(theta: Any, size: Any, *, align_corners: int = 0) -> Any:
     """Multiply theta [N, rank, rank + 1] and each point of an image [N, C, *size], x first: [N, *size, rank]."""
     xp, matrix = working(theta)
+    check_size([*size.tolist(), size.size], 8)
     axes = []
     for length in size[2:].tolist():
         at = np.arange(length)

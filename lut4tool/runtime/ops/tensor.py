@@ -11,6 +11,7 @@ import numpy as np
 from lut4tool.runtime.cache import Cache
 from lut4tool.runtime.dtypes import to_device
 from lut4tool.runtime.ops.indexing import checked, positive
+from lut4tool.runtime.ops.sizes import check_size
 from lut4tool.runtime.registry import op
 
 
@@ -174,10 +175,18 @@ def unsqueeze(xp: Any, x: Any, axes: Any) -> Any:
     return _unsqueezed(x, axes.reshape(-1))
 
 
+def _itemsize(xp: Any, x: Any) -> int:
+    return x.dtype.itemsize if xp is np else x.dtype.size
+
+
 @op("Expand", host=(1,))
 def expand(xp: Any, x: Any, shape: Any) -> Any:
     """Broadcasts both ways: a 1 in `shape` keeps the input's dimension."""
-    return xp.broadcast_to(x, np.broadcast_shapes(tuple(x.shape), tuple(shape.tolist())))
+    wanted = shape.tolist()
+    check_size(wanted, 0)
+    wanted = np.broadcast_shapes(tuple(x.shape), tuple(wanted))
+    check_size(wanted, _itemsize(xp, x))
+    return xp.broadcast_to(x, wanted)
 
 
 @op("Tile", since=6, host=(1,))
@@ -185,6 +194,7 @@ def tile(xp: Any, x: Any, repeats: Any) -> Any:
     """One repeat an axis."""
     if repeats.size and repeats.min() < 0:
         raise ValueError(f"repeats {repeats.tolist()} must not be negative")
+    check_size([n * size for n, size in zip(repeats.tolist(), x.shape, strict=True)], _itemsize(xp, x))
     return xp.tile(x, repeats.tolist())
 
 
@@ -205,6 +215,7 @@ def _pad(xp: Any, x: Any, pads: Sequence[int], value: Any, axes: Any, mode: str)
     inside = [slice(max(0, -low), size - max(0, -high)) for (low, high), size in zip(cuts, x.shape, strict=True)]
     x = x[tuple(inside)]
     widths = [(max(0, low), max(0, high)) for low, high in cuts]
+    check_size([low + n + high for n, (low, high) in zip(x.shape, widths, strict=True)], _itemsize(xp, x))
     if mode == "constant":
         fill = xp.zeros((), dtype=x.dtype) if value is None else value.reshape(())
         return xp.pad(x, widths, constant_values=fill) if widths else x
@@ -322,6 +333,7 @@ def reverse_sequence(xp: Any, x: Any, sequence_lens: Any, *, batch_axis: int = 1
 def one_hot(xp: Any, indices: Any, depth: Any, values: Any, *, axis: int = -1) -> Any:
     """With values [off, on]; negative indices count from depth, those out of range are all off."""
     count = int(depth.reshape(-1)[0])
+    check_size([*indices.shape, count], _itemsize(xp, values))
     place = axis + indices.ndim + 1 if axis < 0 else axis
     found = xp.expand_dims(indices.astype(xp.int64), place)
     found = xp.where(found < 0, found + count, found)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from lut4tool.runtime.ops.sizes import check_size
+
 #: An optional attribute that is a list of integers.
 Ints = Sequence[int] | None
 
@@ -46,6 +48,18 @@ class Window:
             yield position, tuple(self.axis_slice(axis, at) for axis, at in enumerate(position))
 
 
+def check_geometry(rank: int, kernel: Sequence[int], strides: Ints, dilations: Ints, pads: Ints) -> None:
+    """Raise ValueError for what is no window: MLX, the native library and strided views would read anywhere."""
+    for name, values, count, least in (
+        ("kernel_shape", kernel, rank, 1), ("strides", strides, rank, 1), ("dilations", dilations, rank, 1),
+        ("pads", pads, 2 * rank, 0),
+    ):  # fmt: skip
+        if values is None:
+            continue
+        if len(values) != count or not all(least <= value < 1 << 31 for value in values):
+            raise ValueError(f"{name} must be {count} numbers from {least} on, not {list(values)}")
+
+
 def window(
     size: Sequence[int],
     kernel: Sequence[int],
@@ -63,6 +77,7 @@ def window(
     rank = len(size)
     strides, dilations = tuple(strides or (1,) * rank), tuple(dilations or (1,) * rank)
     asked = list(pads or (0,) * (2 * rank)) if auto_pad == "NOTSET" else [0] * (2 * rank)
+    check_geometry(rank, kernel, strides, dilations, asked)
     spans = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
     out, after = [], []
     for axis, (length, stride, span) in enumerate(zip(size, strides, spans, strict=True)):
@@ -86,6 +101,7 @@ def pad(xp: Any, x: Any, grid: Window, value: Any = 0) -> Any:
     """Pad the spatial axes of x [N, C, *size] with a constant, as far as its windows reach."""
     if not any(grid.before + grid.after):
         return x
+    check_size([*x.shape[:2], *[n + a + b for n, a, b in zip(grid.size, grid.before, grid.after, strict=True)]], 4)
     return xp.pad(x, [(0, 0), (0, 0), *zip(grid.before, grid.after, strict=True)], constant_values=value)
 
 
@@ -104,6 +120,7 @@ def views(x: np.ndarray, grid: Window) -> np.ndarray:
 def fold(xp: Any, columns: Any, grid: Window) -> Any:
     """Add columns [N, C, *kernel, *out] up where each kernel position reads: the transpose of `views`, cropped."""
     padded = [n + a + b for n, a, b in zip(grid.size, grid.before, grid.after, strict=True)]
+    check_size([*columns.shape[:2], *padded], 4)
     image = xp.zeros((*columns.shape[:2], *padded), dtype=columns.dtype)
     for position, slices in grid.positions():
         image[(..., *slices)] += columns[(slice(None), slice(None), *position)]
