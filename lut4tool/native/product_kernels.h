@@ -1,8 +1,8 @@
 // The kernels, on the vector operations of an instruction set (`Lanes`). Included once for each, inside a namespace
 // without a name, so that no code for a newer machine is shared with an older one.
 //
-// The bound: a chain of 4 products has 4 roundings, sums of chains in pairs 2 (gemv) or 3 (tile) more, and those sums are
-// added in double. With the last rounding: 8 of at most 2^-24 / (1 + 2^-24), so 2^-21 sum |x||w| for any data in any order.
+// The bound: a product goes through 4 roundings in its chain, 3 at most in sums of chains by pairs, none that counts in
+// double, and the last one: 8 of 2^-24 / (1 + 2^-24), so 2^-21 sum |x||w| (1 + 2^-22) for any data in any order.
 
 #define INLINE inline __attribute__((always_inline))
 #define KEEP_IN_MEMORY(values) asm volatile("" : : "r"(values) : "memory")
@@ -20,7 +20,7 @@ constexpr std::size_t APART = PANEL * CHUNK + CHUNK;  // of their panels: not a 
 using F = Lanes::F;
 using W = Lanes::W;
 
-// Values that begin at a cache line; a thread keeps its own from call to call, as fresh pages cost more than small products.
+// Values that begin at a cache line; a thread keeps its own, as fresh pages cost more than a small product.
 template <typename Value>
 class Scratch {
   public:
