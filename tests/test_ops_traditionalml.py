@@ -67,7 +67,7 @@ def test_one_hot_encoder_may_refuse_what_it_does_not_know():
         '<ir_version: 8, opset_import: ["ai.onnx.ml" : 1]> g (int64[N] x) => (float[N, M] y)'
         "{ y = ai.onnx.ml.OneHotEncoder <zeros = 0, cats_int64s = [1, 2]> (x) }"
     )
-    with pytest.raises(RunError, match="OneHotEncoder.*none of the categories"):
+    with pytest.raises(RunError, match=r"OneHotEncoder.*none of the categories"):
         Runtime(model, device="cpu").run(None, {"x": np.array([1, 3])})
 
 
