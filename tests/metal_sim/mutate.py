@@ -39,7 +39,8 @@ def mutants(text: str) -> list[Mutant]:
     for start, stop, new, what in sorted(set(_edits(_COMMENT.sub(lambda found: " " * len(found[0]), text)))):
         line = text.count("\n", 0, start) + 1
         place = text.splitlines()[line - 1].strip()
-        made.append(Mutant(f"{what}, {line}: {place}", text[:start] + new + text[stop:]))
+        column = start - text.rfind("\n", 0, start)
+        made.append(Mutant(f"{what}, {line}:{column}: {place}", text[:start] + new + text[stop:]))
     return made
 
 
