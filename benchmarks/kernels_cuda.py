@@ -3,10 +3,10 @@
     python benchmarks/kernels_cuda.py [--only TEXT] [--bars] [--kernels gemv,tile,decode] [--peers] [--json FILE]
     python benchmarks/kernels_cuda.py --once lookup4:bfloat16:14336x4096:1     one product of 4 weights, for a profiler
 
-A case multiplies by 20 weights in turn, far more than the L2 cache holds; the caches are not flushed besides, the clocks
-are left alone, and the kernels of a product are added (a decode and its product; whatever a peer launches). MLX needs
-about as long on the host for a product as the smallest of these takes on the GPU, so that wall-clock times would
-measure the host. Peers: torch's dense product, bitsandbytes' matmul_4bit (NF4).
+A case multiplies by 20 weights in turn, far more than the L2 cache holds. Caches are not flushed besides, clocks are left
+alone, and the kernels of a product are added (a decode and its product; whatever a peer launches). MLX needs about as
+long on the host for a product as the smallest of these takes on the GPU, so that wall-clock times would measure the
+host. Peers: torch's dense product, bitsandbytes' matmul_4bit (NF4).
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 SETS, WARM = 20, 6
+BF16_BARS = {1: 16, 4: 17, 8: 0, 16: 22, 32: 0, 64: 0, 128: 45, 256: 0, 512: 0, 2048: 420}
+FLOAT_BARS = {1: 15, 2: 0, 4: 22, 16: 60, 64: 0, 128: 0, 512: 0, 2048: 0}
 #: kind, type, N, K, block, M, bar in microseconds (0: none)
 CASES = [
-    *(("lookup4", "bfloat16", 14336, 4096, 64, m, bar) for m, bar in ((1, 16), (4, 17), (8, 0), (16, 22), (32, 0), (64, 0), (128, 45), (256, 0), (512, 0), (2048, 420))),
-    *(("lookup4", "float32", 14336, 4096, 64, m, bar) for m, bar in ((1, 15), (2, 0), (4, 22), (16, 60), (64, 0), (128, 0), (512, 0), (2048, 0))),
+    *(("lookup4", "bfloat16", 14336, 4096, 64, m, bar) for m, bar in BF16_BARS.items()),
+    *(("lookup4", "float32", 14336, 4096, 64, m, bar) for m, bar in FLOAT_BARS.items()),
     ("lookup4", "bfloat16", 28672, 8192, 64, 1, 50),
     ("lookup4", "float32", 28672, 8192, 64, 1, 50),
     *(("lookup4", "bfloat16", 4096, 4096, 64, m, 0) for m in (1, 16, 128)),
@@ -90,6 +92,17 @@ def peers(dtype: str, n: int, k: int, m: int) -> Iterator[tuple[str, Callable[[i
         yield "bitsandbytes", lambda i: bitsandbytes.matmul_4bit(x, copies[i].t(), state)
 
 
+def synchronized(call: Callable[[int], Any]) -> Callable[[int], None]:
+    """The call, and the wait for torch's stream."""
+    import torch
+
+    def run(i: int) -> None:
+        call(i)
+        torch.cuda.synchronize()
+
+    return run
+
+
 def marker() -> Callable[[], None]:
     """A kernel that marks where a case begins and ends."""
     import mlx.core as mx
@@ -143,7 +156,7 @@ def run_cases(args: argparse.Namespace) -> None:
             import torch
 
             for name, call in peers(dtype, n, k, m):
-                timed(case, name, bar, lambda i: (call(i), torch.cuda.synchronize()) and None)  # noqa: B023
+                timed(case, name, bar, synchronized(call))
             torch.cuda.empty_cache()
     args.marked.write_text(json.dumps(names))
 

@@ -24,7 +24,7 @@ struct Shape { int v[10]; __device__ int operator[](int i) const { return v[i]; 
 
 
 def translation_unit(program: Program) -> str:
-    """The source that MLX compiles for a program: its signature made from the inputs, `_shape` where the body has it."""
+    """The source that MLX compiles for a program: inputs in order, with their `_shape` where the body has it."""
     arguments = []
     for name, dtype in program.inputs:
         arguments.append(f"const {CUDA_TYPE[dtype]}* {name}")
@@ -60,7 +60,7 @@ def _programs() -> Iterator[tuple[str, Program]]:
         for kind, given in (("lookup", lookup), ("along n", along_n), ("affine", affine), ("float points", points)):
             for m in (1, 8, 16):
                 yield f"gemv {half} {kind} {m}", gemv_half.program(half, given, m)
-            for columns in (16, 128):
+            for columns in (16, 64, 128):
                 yield f"tile {half} {kind} {columns}", tile_half.program(half, given, columns, 1)[0]
             yield f"decode {half} {kind}", decode.program(given, half)
     for kind, given, rounding in (
@@ -72,8 +72,7 @@ def _programs() -> Iterator[tuple[str, Program]]:
     ):
         for m in (1, 2, 4):
             yield f"gemv float32 {kind} {m}", gemv_float.program(given, m, rounding)[0]
-        for columns in (16, 32):
-            yield f"tile float32 {kind} {columns}", tile_float.program(given, columns, rounding)
+        yield f"tile float32 {kind}", tile_float.program(given, rounding)
         yield f"decode float32 {kind}", decode.program(given, rounding)
     small = Lookup4Weight(np.zeros(8, np.uint8), np.ones(1, np.float32), NF4, 4, 4, 16)
     for dtype in ("float32", "float16", "bfloat16"):

@@ -12,11 +12,23 @@ import numpy as np
 import pytest
 
 from lut4tool import formats
-from lut4tool.kernels import MLX_FLOAT, cuda
+from lut4tool.kernels import MLX_FLOAT, choose, cuda
 from lut4tool.kernels.cuda import general
 from lut4tool.kernels.cuda.weights import irregular
+from lut4tool.runtime import Runtime
 from tests.cuda_text import PROGRAMS, translation_unit
-from tests.test_kernels import DTYPES, Lookup4Weight, QmmWeight, check, dense, dense_qmm, lookup4, qmm, values
+from tests.test_kernels import (
+    DTYPES,
+    Lookup4Weight,
+    QmmWeight,
+    check,
+    dense,
+    dense_qmm,
+    lookup4,
+    product_model,
+    qmm,
+    values,
+)
 
 needs_gpu = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs an NVIDIA GPU and MLX's CUDA build")
 NVCC = shutil.which("nvcc")
@@ -163,6 +175,30 @@ def test_a_weight_of_more_than_2_31_elements() -> None:
         check(multiply(x, weight, "float32")[:, -8:], x, dense(last))
 
 
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_model_is_served_by_them(dtype: str) -> None:
+    weight = lookup4(96, 256, perm=(1, 0), weight_dtype=dtype)
+    leaves = {"packed": weight.packed, "scales": weight.scales, "codebook": weight.codebook}
+    runtime = Runtime(product_model("Lookup4MatMul", leaves, weight.attributes(dtype), dtype), device="cuda")
+    assert {node: choice.name for node, choice in runtime.kernels.items()} == {"product": "cuda"}
+    for m in (1, 20):
+        x = values(dtype, m, 256, seed=m)
+        (y,) = runtime.run(None, {"x": x})
+        check(y, x, dense(weight), dtype)
+
+
+@pytest.mark.skipif(mx.cuda.is_available(), reason="needs a machine where the kernels do not work")
+def test_a_kernel_that_fails_is_replaced_once_with_a_warning(monkeypatch: Any) -> None:
+    monkeypatch.setattr(cuda, "available", lambda: True)
+    weight = lookup4(16, 128)
+    with pytest.warns(UserWarning, match="the cuda kernels fail .*; the reference serves instead"):
+        choice = choose(weight, "float32", "cuda")
+    assert choice.name == "reference"
+    assert choice.refusals["cuda"].startswith("its kernels fail: ")
+
+
 # -- without a GPU
 
 
@@ -214,6 +250,6 @@ def test_refusals() -> None:
 
 
 def test_the_kernel_follows_the_rows_of_x() -> None:
-    assert [cuda.pick("bfloat16", m) for m in (1, 8, 9, 512, 513)] == ["gemv", "gemv", "tile", "tile", "decode"]
+    assert [cuda.pick("bfloat16", m) for m in (1, 8, 9, 128, 129)] == ["gemv", "gemv", "tile", "tile", "decode"]
     assert [cuda.pick("float32", m) for m in (1, 4, 5, 4096)] == ["gemv", "gemv", "tile", "tile"]
     assert general.ROWS > 0

@@ -9,6 +9,7 @@ A backend is a module or folder here named after the device that it serves (`met
     lookup4_matmul(x, weight, kernel=None)     x [M, K] times a Lookup4Weight -> [M, N] of x's type
     lookup4_decode(weight)                     W [rows, cols] of its weight_dtype
     qmm(x, weight, kernel=None)                x [M, K] times a QmmWeight -> [M, N] of x's type
+    probe(weight, dtype)                       optional: makes tiny products, RuntimeError where a kernel fails
 
 A backend may also have describe() -> str, what of it serves here, for the plan: such as its instruction set.
 
@@ -24,6 +25,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -97,6 +99,8 @@ def choose(weight: Lookup4Weight | QmmWeight, dtype: str, device: str, m: int = 
         module = backends().get(name)
         why = _refusal(module, name, forced, disabled, x, weight)
         if why is None:
+            why = _probe(module, name, weight, dtype)
+        if why is None:
             return Choice(name, forced, module, refusals)
         refusals[name] = why
     raise KernelError("; ".join(f"{name}: {why}" for name, why in refusals.items()))
@@ -115,6 +119,20 @@ def _refusal(
         return "it does not work on this machine"
     why: str | None = module.refuses(x, weight)
     return why
+
+
+def _probe(module: Any, name: str, weight: Lookup4Weight | QmmWeight, dtype: str) -> str | None:
+    """Say why a kernel of a GPU fails in a tiny product: MLX is lazy, it would otherwise fail at the end of a run."""
+    probe = getattr(module, "probe", None)
+    if probe is None:
+        return None
+    try:
+        probe(weight, dtype)
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines() or ["no reason given"]
+        warnings.warn(f"the {name} kernels fail ({reason[0]}); the reference serves instead", stacklevel=2)
+        return f"its kernels fail: {reason[0]}"
+    return None
 
 
 def _forced() -> str | None:

@@ -8,8 +8,6 @@ weight's own rule, summed in float32 and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import mlx.core as mx
 
 from lut4tool.formats import Lookup4Weight, QmmWeight
@@ -19,11 +17,15 @@ from lut4tool.kernels.cuda.weights import CHUNK, Weight, arranged, irregular
 
 KERNELS = ("gemv", "tile", "decode")
 
-#: The most rows of x that each kernel serves, by class of type; benchmarks/kernels_cuda.py measures where they cross.
+#: The most rows of x that each kernel is picked for, by class of type: where benchmarks/kernels_cuda.py sees them cross
+#: at 14336 x 4096 on an H200. In float32 a decode would gain nothing: a plain product is not within the bound.
 MOST_ROWS = {
-    "half": {"gemv": gemv_half.MOST_ROWS, "tile": 512},
+    "half": {"gemv": 8, "tile": 128},
     "float32": {"gemv": gemv_float.MOST_ROWS, "tile": 1 << 62},
 }
+
+#: Kinds of product that a probe has made.
+_WORKED: set[tuple[object, ...]] = set()
 
 _NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
 
@@ -41,6 +43,17 @@ def refuses(x: mx.array, weight: Weight) -> str | None:
     if dtype != "float32" and weight.weight_dtype != dtype:
         return f"x is {dtype} and the weight {weight.weight_dtype}; a {dtype} x takes a {dtype} weight"
     return None
+
+
+def probe(weight: Weight, dtype: str) -> None:
+    """Make a product of one row of x and of more: RuntimeError where a kernel does not compile or run."""
+    facts = (type(weight), dtype, weight.weight_dtype, weight.block_size, getattr(weight, "perm", None))
+    shape = weight.shape if isinstance(weight, Lookup4Weight) else (weight.K, weight.N)
+    if (*facts, shape) in _WORKED:
+        return
+    for m in (1, MOST_ROWS["float32" if dtype == "float32" else "half"]["gemv"] + 1):
+        mx.eval(_product(mx.zeros((m, shape[0]), getattr(mx, dtype)), weight, shape[1], None))
+    _WORKED.add((*facts, shape))
 
 
 def lookup4_matmul(x: mx.array, weight: Lookup4Weight, kernel: str | None = None) -> mx.array:
@@ -75,15 +88,11 @@ def _product(x: mx.array, weight: Weight, columns: int, kernel: str | None) -> m
         x = mx.pad(x, [(0, 0), (0, -depth % CHUNK)])
     half = dtype != "float32"
     on_device = arranged(weight, half)
-    multiply: Callable[[mx.array], mx.array]
     if half:
-        module = gemv_half if kernel == "gemv" else tile_half
-        multiply = lambda rows: module.product(rows, on_device, dtype)  # noqa: E731
+        product, step = (gemv_half.product, gemv_half.MOST_ROWS) if kernel == "gemv" else (tile_half.product, len(x))
     else:
-        module = gemv_float if kernel == "gemv" else tile_float
-        multiply = lambda rows: module.product(rows, on_device, weight.weight_dtype)  # noqa: E731
-    step = module.MOST_ROWS if kernel == "gemv" else len(x)
-    parts = [multiply(x[start : start + step]) for start in range(0, len(x), step)]
+        product, step = (gemv_float.product, gemv_float.MOST_ROWS) if kernel == "gemv" else (tile_float.product, len(x))
+    parts = [product(x[at : at + step], on_device, weight.weight_dtype) for at in range(0, len(x), step)]
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 

@@ -9,8 +9,8 @@ from lut4tool.kernels.cuda.weights import DeviceWeight
 
 THREADS = 1024
 
-# A thread decodes 8 consecutive k of each quarter of a chunk: byte q of word b of the 4 pieces, so that 4 threads write 64
-# bytes together.
+# A thread decodes 8 consecutive k of each quarter of a chunk: byte q of word b of the 4 pieces, so that 4 threads
+# write 64 bytes together.
 BODY = r"""
   using namespace lut4tool;
 #if ROUNDING == 1
@@ -98,7 +98,9 @@ def program(weight: DeviceWeight, dtype: str) -> Program:
     kind = "uint32" if interleaved else "float32"
     magic = 0 if weight.float_points else {"float32": 0, "bfloat16": 128, "float16": 1024}[dtype]
     constants = {
-        "OUTPUTS": weight.rows, "TILED": int(weight.tiled), "AFFINE": int(weight.affine), "INTERLEAVED": int(interleaved), "SPAN": weight.span, "GROUPS": weight.groups, "ROUNDING": rounding, "MAGIC": magic,
+        "OUTPUTS": weight.rows, "TILED": int(weight.tiled), "AFFINE": int(weight.affine),
+        "INTERLEAVED": int(interleaved), "SPAN": weight.span, "GROUPS": weight.groups, "ROUNDING": rounding,
+        "MAGIC": magic,
     }  # fmt: skip
     half_bits = ("as_float((b) << 16)", "__half2float(__ushort_as_half((unsigned short)(b)))")[rounding == 2]
     return Program(

@@ -1,7 +1,7 @@
 """GEMV in float32 for 1 to 4 rows of x, on plain float32 arithmetic.
 
-A warp owns 1024 k (512 for more than one row of x) of 4 (2) outputs at a time, a lane 32 (16) of them, so that its part of x
-stays in registers. No running sum is longer than 8 products: those are scaled (or the weights were), added in a tree
+A warp owns 1024 k of 4 (2) outputs at a time, a lane 32 of them, so that its part of x stays in
+registers. No running sum is longer than 8 products: those are scaled (or the weights were), added in a tree
 over the lanes, then over the slices of K. What 8 roundings and a tree lose is far below 2^-21 * sum |x||w|.
 """
 
@@ -13,7 +13,6 @@ from lut4tool.kernels.cuda.program import MAX_SHARED, Program, multiprocessors
 from lut4tool.kernels.cuda.weights import DeviceWeight
 
 MOST_ROWS = 4
-MOST_WARPS = 16
 
 BODY = r"""
   using namespace lut4tool;
@@ -125,7 +124,8 @@ BODY = r"""
         for (int p = 0; p < HELD / 2; ++p) {
           float2 v = make_float2(0.f, 0.f);
           if (chunk < chunks && m < x_shape[0])
-            v = *reinterpret_cast<const float2*>(x + ((long long)m * chunks + chunk) * 128 + (step0 * 2 + p) * 8 + 2 * t);
+            v = *reinterpret_cast<const float2*>(
+                x + ((long long)m * chunks + chunk) * 128 + step0 * 16 + p * 8 + 2 * t);
           xs[m][2 * p] = v.x; xs[m][2 * p + 1] = v.y;
         }
       if (!ready) {
@@ -157,33 +157,39 @@ BODY = r"""
 """
 
 
-def product(x: mx.array, weight: DeviceWeight, weight_dtype: str) -> mx.array:
-    """Multiply x [M, chunks * 128], M from 1 to 4, of float32 -> [M, N]."""
+def product(x: mx.array, weight: DeviceWeight, dtype: str) -> mx.array:
+    """Multiply x [M, chunks * 128], M from 1 to 4, of float32 -> [M, N]; dtype: what the weight is rounded to."""
     m = 1 << (len(x) - 1).bit_length()  # 1, 2 or 4: three programs serve all
-    kernel, tile = program(weight, m, weight_dtype)
+    kernel, tile = program(weight, m, dtype)
     grid = min(-(-weight.rows // tile), multiprocessors())
     arrays = [x, weight.codes, weight.scales, weight.points, weight.book]
     (y,) = kernel.launch(arrays, [(len(x), weight.rows)], (grid,))
     return y
 
 
-def program(weight: DeviceWeight, m: int, weight_dtype: str) -> tuple[Program, int]:
-    held = 32 if m == 1 else 16
+def shape(m: int) -> tuple[int, int]:
+    """Consecutive k that a lane holds x for, and the most warps of a block, as registers allow."""
+    return 32, 16 if m == 1 else 8
+
+
+def program(weight: DeviceWeight, m: int, dtype: str) -> tuple[Program, int]:
+    """The program for 1, 2 or 4 rows of x, and the outputs that a block makes at a time."""
+    held, most_warps = shape(m)
     slices = -(-weight.chunks * 4 // held)  # of 32 * held k, one a warp
-    passes = -(-slices // MOST_WARPS)
+    passes = -(-slices // most_warps)
     slices = -(-slices // passes)
-    teams = MOST_WARPS // slices
+    teams = most_warps // slices
     rows = 2 if weight.groups > 4 or (weight.affine and weight.groups > 2) else 4  # of a warp, as registers allow
     warps, tile = slices * teams, teams * rows
-    grid = min(-(-weight.rows // tile), multiprocessors())
-    tiles_a_block = -(-(-(-weight.rows // tile)) // grid)
+    tiles = -(-weight.rows // tile)
+    tiles_a_block = -(-tiles // min(tiles, multiprocessors()))
     tile_bytes = warps * rows * m * 4
     slots = min((MAX_SHARED - 128 * 1024) // tile_bytes, 1 << (tiles_a_block - 1).bit_length())
-    rounding = {"float32": 0, "bfloat16": 1, "float16": 2}[weight_dtype]
+    rounding = {"float32": 0, "bfloat16": 1, "float16": 2}[dtype]
     constants = {
         "AFFINE": int(weight.affine), "SPAN": weight.span, "GROUPS": weight.groups, "HELD": held, "M": m, "ROWS": rows,
-        "FOLD": int(weight.fold and not rounding and not weight.span), "SLICES": slices, "TILE": tile, "WARPS": warps, "SLOTS": slots,
-        "ROUNDING": rounding,
+        "FOLD": int(weight.fold and not rounding and not weight.span), "SLICES": slices, "TILE": tile, "WARPS": warps,
+        "SLOTS": slots, "ROUNDING": rounding,
     }  # fmt: skip
     kernel = Program(
         "gemv_float",

@@ -13,7 +13,7 @@ from lut4tool.kernels.cuda.program import CUDA_TYPE, MAX_SHARED, Program, multip
 from lut4tool.kernels.cuda.weights import DeviceWeight
 
 MOST_ROWS = 16
-WARPS, TILE = 16, 16
+TILE = 16
 
 BODY = r"""
   using namespace lut4tool;
@@ -87,7 +87,8 @@ BODY = r"""
           const unsigned a2 = weights(w0, j + 1, s0, bits), a3 = weights(w1, j + 1, s1, bits);
 #endif
 #pragma unroll
-          for (int q = 0; q < COLUMNS / 8; ++q) mma(acc[q][s & 1], a0, a1, a2, a3, xs[h][q][2 * s], xs[h][q][2 * s + 1]);
+          for (int q = 0; q < COLUMNS / 8; ++q)
+            mma(acc[q][s & 1], a0, a1, a2, a3, xs[h][q][2 * s], xs[h][q][2 * s + 1]);
         }
       }
     float* out = sums + (slot * WARPS + warp) * 16 * M;
@@ -147,25 +148,31 @@ def product(x: mx.array, weight: DeviceWeight, dtype: str) -> mx.array:
     return y
 
 
+def shape(weight: DeviceWeight, m: int) -> tuple[int, int]:
+    """Warps of a block, and chunks of K that each holds x for at a time, as registers allow."""
+    return 16, 1 if weight.span or weight.groups > 4 or m > 8 else 2
+
+
 def program(dtype: str, weight: DeviceWeight, m: int) -> Program:
     """The program for a kind of weight, with room for the sums of m rows of x."""
+    warps, held = shape(weight, m)
     tiles = -(-weight.rows // TILE)
     tiles_a_block = -(-tiles // min(tiles, multiprocessors()))
     table = 0 if weight.affine else 128 * 1024  # itself, and what aligns it
-    tile_bytes = WARPS * TILE * 4 * next(most for most in (1, 2, 4, 8, 16) if m <= most)  # five programs serve all M
+    # Five programs serve all M.
+    tile_bytes = warps * TILE * 4 * next(most for most in (1, 2, 4, 8, 16) if m <= most)
     slots = min((MAX_SHARED - table) // tile_bytes, 1 << (tiles_a_block - 1).bit_length())
-    columns = 8 if m <= 8 else 16
-    held = 1 if weight.span or weight.groups > 4 or columns > 8 else 2
     constants = {
-        "OUTPUTS": weight.rows, "AFFINE": int(weight.affine), "FLOAT_POINTS": int(weight.float_points), "SPAN": weight.span,
-        "GROUPS": weight.groups, "COLUMNS": columns, "HELD": held, "EVEN": int(weight.chunks % (WARPS * held) == 0), "WARPS": WARPS, "SLOTS": slots,
+        "OUTPUTS": weight.rows, "AFFINE": int(weight.affine), "FLOAT_POINTS": int(weight.float_points),
+        "SPAN": weight.span, "GROUPS": weight.groups, "COLUMNS": 8 if m <= 8 else 16, "HELD": held,
+        "EVEN": int(weight.chunks % (warps * held) == 0), "WARPS": warps, "SLOTS": slots,
     }  # fmt: skip
     return Program(
         "gemv_half",
         (("x", dtype), ("codes", "uint8"), ("scales", "uint32" if weight.affine else "float32"), ("book", "float32")),
         (("y", dtype),),
         BODY.replace("Half", CUDA_TYPE[dtype]),
-        WARPS * 32,
+        warps * 32,
         tuple(constants.items()),
         table + slots * tile_bytes,
         dtype,

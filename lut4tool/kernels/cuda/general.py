@@ -1,6 +1,6 @@
 """Any shape, block and layout, from the producer's own bytes: correct, for what the arranged kernels do not hold.
 
-A warp makes one output of 4 rows of x; each lane sums every 32nd k with Kahan's correction (float32) or plainly (halves).
+A warp makes one output of 4 rows of x; each lane sums every 32nd k with Kahan's correction.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lut4tool.kernels.cuda.program import CUDA_TYPE, Program
 
 ROWS, THREADS = 4, 256
 
-# facts: N, K, steps of the flat index along n and k, block size, blocks a row (0: over the flat index), high nibble first.
+# facts: N, K, steps of the flat index along n and k, block size, high nibble first.
 BODY = r"""
   using namespace lut4tool;
 #if ROUNDING == 1

@@ -7,7 +7,7 @@ by its name alone, in memory and on disk: the name therefore ends in a hash of e
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -64,7 +64,8 @@ template <int COUNT, typename T> __device__ __forceinline__ void load_all(T (&to
 }
 // Sums over lanes: each exchange halves the values while it serves two of them, then the lanes that are left. Lanes of
 // equal `index` end with the sum of value `index`.
-template <int COUNT, int MASK, int SIZE> __device__ __forceinline__ void add_lanes(float (&v)[SIZE], int lane, int& index) {
+template <int COUNT, int MASK, int SIZE>
+__device__ __forceinline__ void add_lanes(float (&v)[SIZE], int lane, int& index) {
   if constexpr (COUNT > 1) {
     const bool upper = lane & MASK;
 #pragma unroll
@@ -224,8 +225,8 @@ class Program:
 
 
 @cache
-def _built(program: Program) -> Callable[..., Any]:
-    kernel: Callable[..., Any] = mx.fast.cuda_kernel(
+def _built(program: Program) -> Any:
+    kernel: Any = mx.fast.cuda_kernel(
         name=program.unique_name,
         input_names=[name for name, _ in program.inputs],
         output_names=[name for name, _ in program.outputs],

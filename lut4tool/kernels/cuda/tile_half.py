@@ -1,9 +1,9 @@
 """Tile in float16 and bfloat16 for more rows of x: weights decoded in registers, x in shared memory, tensor cores.
 
-A warpgroup (128 threads) makes 64 outputs of 16 to 128 rows of x. Its weights are decoded straight into the fragments of
-operand A; x is operand B, copied to shared memory a chunk of 128 k ahead, in the 128-byte swizzle that wgmma reads. On
-GPUs without wgmma the same fragments go to mma.sync. Warpgroups of a block share x, or share K and add at the end.
-The weight is never written out.
+A warpgroup (128 threads) makes 64 outputs of 16 to 128 rows of x. Its weights are decoded straight into fragments of
+operand A; x is operand B, copied to shared memory ahead of its use, in the 128-byte swizzle that wgmma reads. On GPUs
+without wgmma the same fragments go to mma.sync. Warpgroups of a block share x, or share K and add at the end. The
+weight is never written out.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ BODY = r"""
 #else
   const unsigned table = table_of(dynamic), bits = lane_bits(table, lane), stages = table + 65536;
 #endif
-  constexpr unsigned STAGE = COLUMNS * 256;             // bytes of x: 2 halves of a chunk, [COLUMNS][64] each
+  constexpr unsigned STAGE = DEEP * COLUMNS * 256;      // bytes of x: for each chunk 2 halves, [COLUMNS][64] each
   // Three stages a part. With a table the first of them lies in what aligns it.
   auto stage_at = [&](int stage) -> unsigned {
     const int index = part * 3 + stage - !AFFINE;
@@ -75,10 +75,12 @@ BODY = r"""
   };
   // Parts take chunks in turn, so that all are done together.
   auto copy_x = [&](int chunk, int stage) {
-    for (int i = member; i < COLUMNS * 16; i += TEAM) {
-      const int m = i >> 4, piece = i & 15, column = column0 + m;
-      const unsigned to = stage_at(stage) + (piece >> 3) * (COLUMNS * 128) + m * 128 + ((piece ^ m) & 7) * 16;
-      copy_16(to, x + ((long long)min(column, M - 1) * chunks + chunk) * 128 + piece * 8, column < M);
+    for (int i = member; i < DEEP * COLUMNS * 16; i += TEAM) {
+      const int m = i >> 4 & (COLUMNS - 1), piece = i & 15, deep = i / (COLUMNS * 16), column = column0 + m;
+      const unsigned to =
+          stage_at(stage) + deep * (COLUMNS * 256) + (piece >> 3) * (COLUMNS * 128) + m * 128 + ((piece ^ m) & 7) * 16;
+      const int from = min(chunk + deep * PARTS, chunks - 1);
+      copy_16(to, x + ((long long)min(column, M - 1) * chunks + from) * 128 + piece * 8, column < M);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
@@ -112,7 +114,7 @@ BODY = r"""
   __syncthreads();
   // Half a chunk is decoded while the tensor cores multiply the half before it.
   unsigned a[2][4][4];
-  auto multiply = [&](int b) __attribute__((always_inline)) {
+  auto multiply = [&](int b, unsigned x_at) __attribute__((always_inline)) {
 #if SPAN
     const float* along = scales + ((long long)(tile * 16 / SPAN) * chunks + chunk) * 128 + 2 * t;
 #pragma unroll
@@ -120,7 +122,7 @@ BODY = r"""
 #endif
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const unsigned from = stage_at(b) + half * (COLUMNS * 128);
+      const unsigned from = x_at + half * (COLUMNS * 128);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int s = half * 4 + i, j = s % 2 * 2;
@@ -158,18 +160,25 @@ BODY = r"""
 #endif
     }
   };
-  // The copy of this chunk has arrived for everyone. The stage that the next copy takes is the one of two chunks ago:
-  // only half a chunk is still being multiplied. Without wgmma nothing is.
+  // At the first chunk of a stage: its copy has arrived for everyone. The stage that the next copy takes is the one of
+  // two stages ago: only half a chunk is still being multiplied. Without wgmma nothing is.
+  int deep = 0, stage = 0;
   auto advance = [&](int b) __attribute__((always_inline)) {
-    copies_done();
+    if (deep == 0) {
+      copies_done();
 #if WGMMA
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
-    meet(part + 1, TEAM);
-    if (chunk + PARTS < chunks) copy_x(chunk + PARTS, (b + 1) % 3);
+      meet(part + 1, TEAM);
+      if (chunk + DEEP * PARTS < chunks) copy_x(chunk + DEEP * PARTS, stage == 2 ? 0 : stage + 1);
+    }
     if (chunk + 2 * PARTS < chunks) load((b + 2) % 3, chunk + 2 * PARTS);
-    multiply(b);
+    multiply(b, stage_at(stage) + deep * (COLUMNS * 256));
     chunk += PARTS;
+    if (++deep == DEEP) {
+      deep = 0;
+      stage = stage == 2 ? 0 : stage + 1;
+    }
   };
   while (chunk < chunks) {
     advance(0);
@@ -218,21 +227,23 @@ def product(x: mx.array, weight: DeviceWeight, dtype: str) -> mx.array:
 
 def program(dtype: str, weight: DeviceWeight, columns: int, column_tiles: int) -> tuple[Program, int]:
     """The program and the outputs of a block: the parts of K that leave the fewest waves, then the fewest parts."""
-    warpgroups = 4 if columns < 128 else 2  # as many as the registers of their sums allow
+    warpgroups = 4 if columns < 64 else 2  # as many as the registers of their sums allow
 
     def cost(parts: int) -> tuple[float, int]:
         outputs = ROWS * warpgroups // parts
         waves = -(-(-(-weight.rows // outputs) * column_tiles) // multiprocessors())
         return waves / parts, parts
 
-    def shared(parts: int) -> int:
-        stages = columns * 256 * (3 * parts - (not weight.affine))  # one more lies in front of the table
+    def shared(parts: int, deep: int = 1) -> int:
+        stages = deep * columns * 256 * (3 * parts - (not weight.affine))  # one more lies in front of the table
         return stages + (1024 if weight.affine else 127 * 1024)
 
     parts = min((p for p in (1, 2, 4) if p <= warpgroups and shared(p) <= MAX_SHARED and p <= weight.chunks), key=cost)
+    # Chunks of a stage: fewer barriers where a chunk of x is small.
+    deep = next(d for d in (4, 2, 1) if d == 1 or (d * columns <= 64 and shared(parts, d) <= MAX_SHARED))
     constants = {
-        "OUTPUTS": weight.rows, "AFFINE": int(weight.affine), "FLOAT_POINTS": int(weight.float_points), "SPAN": weight.span,
-        "GROUPS": weight.groups, "COLUMNS": columns, "PARTS": parts,
+        "OUTPUTS": weight.rows, "AFFINE": int(weight.affine), "FLOAT_POINTS": int(weight.float_points),
+        "SPAN": weight.span, "GROUPS": weight.groups, "COLUMNS": columns, "PARTS": parts, "DEEP": deep,
     }  # fmt: skip
     kernel = Program(
         "tile_half",
@@ -241,7 +252,7 @@ def program(dtype: str, weight: DeviceWeight, columns: int, column_tiles: int) -
         BODY.replace("Half", CUDA_TYPE[dtype]),
         warpgroups * 128,
         tuple(constants.items()),
-        shared(parts),
+        shared(parts, deep),
         dtype,
         _header(columns, dtype),
     )

@@ -2,9 +2,11 @@
 
 Codes are [N, chunks, 64] bytes, whatever the orientation, nibble order and padding of the producer's bytes: a chunk is
 128 consecutive k of one row n. For halves 16 rows lie together, [N / 16, chunks, 16, 64], so that a warp reads whole
-lines; scales along K lie as the chunks do. Lane t (of 4) owns 16 bytes of it; byte 2 s + h of those holds k = 16 s + 8 h + 2 t and
-k + 1, which are what a lane needs of rows of A in step s of an m16n8k16 product. The first of the two is in the low
-nibble; for halves of a QMM weight, four bytes hold their four first codes, then their four second ones.
+lines; scales along K lie as the chunks do.
+
+Lane t (of 4) owns 16 bytes of a chunk; byte 2 s + h of those holds k = 16 s + 8 h + 2 t and k + 1, which are what a
+lane needs of rows of A in step s of an m16n8k16 product. The first of the two is in the low nibble; for halves of a QMM
+weight, four bytes hold their four first codes, then their four second ones.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class DeviceWeight:
     """A weight in the kernels' own order.
 
     rows: N, the outputs. codes: uint8 [N, chunks, 64], or tiled [N / 16, chunks, 16, 64]. book: float32 [16].
-    scales: [N, chunks * groups] along K, or tiled [N / 16, chunks, 16, groups], or float32 [N / span, chunks * 128] where blocks run along N (span > 0).
+    scales: [N, chunks * groups] along K, or tiled [N / 16, chunks, 16, groups], or float32 [N / span, chunks * 128]
+    where blocks run along N (span > 0).
     float32, or for halves of a QMM weight uint32: the scale, and minus the zero point above it.
     points: float32 like scales, the zero points of a QMM weight for float32 products; scales itself where unused.
     fold: whether a scale may multiply a sum of products instead of each weight: nothing overflows or is subnormal.
