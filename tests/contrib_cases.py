@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+from backend_cases import frozen
 from onnx import helper, numpy_helper
 
 from lut4tool.runtime.session import Runtime
@@ -64,7 +65,7 @@ def onnxruntimes(model: onnx.ModelProto, inputs: Sequence[Any]) -> list[Any]:
 
 def ours(model: onnx.ModelProto, inputs: Sequence[Any]) -> list[Any]:
     """What Runtime computes."""
-    return Runtime(model, device="cpu").run(None, feeds(model, inputs))
+    return Runtime(model, device="cpu").run(None, feeds(model, [frozen(value) for value in inputs]))
 
 
 def close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-5) -> None:

@@ -181,3 +181,27 @@ def test_lstm_of_bytes():
     wanted, states = stepped(gates, x, np.zeros(1), None, False, (h, c))
     for one, other in zip((y, *found), (wanted, *states), strict=True):
         assert np.abs(one - other).max() <= 0.02  # a step of the state's rounding may fall on its other side
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "tanh"])
+def test_curves_from_end_to_end(name):
+    ends = np.array([0, -0.0, 1e-30, -1e-30, 90, -90, 1e30, -1e30, np.inf, -np.inf], np.float32)
+    x = frozen(np.concatenate([ends, np.linspace(-20, 20, 40001, dtype=np.float32)]).reshape(-1, 1))
+    wanted = {"sigmoid": sigmoid, "tanh": np.tanh}[name](np.clip(x.astype(np.float64), -700, 700))
+    found = dense.curve(name, x)
+    assert found.shape == x.shape
+    room = 4 * np.spacing(np.abs(wanted).astype(np.float32)) + 2.0**-125  # the least of them become 0
+    assert (np.abs(found - wanted) <= room).all()
+    assert (found[8:10] == wanted[8:10].astype(np.float32)).all()
+    assert np.isnan(dense.curve(name, np.array([np.nan], np.float32))).all()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
+def test_values_are_quantized_to_a_given_scale(dtype):
+    random, info = np.random.default_rng(6), np.iinfo(dtype)
+    x = frozen(np.concatenate([9 * random.standard_normal(1000), [np.inf, -np.inf]]).astype(np.float32))
+    scale, zero = np.float32(0.07), np.array(info.max // 3, dtype)
+    found = dense.quantize_linear(x, np.array(scale), zero, np.dtype(dtype))
+    assert found.dtype == dtype
+    assert (found == np.clip(np.rint(x / scale) + np.float32(zero), info.min, info.max)).all()
+    assert dense.quantize_linear(np.array([np.nan], np.float32), np.array(scale), zero, np.dtype(dtype)) == 0

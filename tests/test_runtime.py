@@ -130,6 +130,44 @@ def test_results_and_feeds_share_no_memory_with_the_model() -> None:
     np.testing.assert_array_equal(same.run(None, {"x": x}), [x, np.array([1, 2, 3], np.float32)])
 
 
+def test_results_share_memory_with_nothing() -> None:
+    """Views of feeds, of constants and of each other become arrays of their own."""
+    text = """g (float[2, 3] x, bool b)
+        => (float[3, 2] t, float[2, 3] i, float[6] r, float[2, 3] w, float[1, 3] s, float[3] k)
+    <float[3] c = {1, 2, 3}, int64[1] flat = {-1}, int64[1] one = {1}, int64[1] zero = {0}>
+    { t = Transpose(x) i = Identity(x) r = Reshape(x, flat) k = Identity(c) s = Slice(x, zero, one)
+      w = If(b) <then_branch = g () => (float[2, 3] y) { y = Identity(x) },
+                 else_branch = g () => (float[2, 3] z) { z = Add(x, c) }> }"""
+    views, x = runtime(text), floats(2, 3)
+    x.setflags(write=False)
+    feeds = {"x": x, "b": np.array(True)}
+    first, second = views.run(None, feeds), views.run(None, feeds)
+    arrays = [x, *first, *second]
+    assert not any(np.shares_memory(a, b) for at, a in enumerate(arrays) for b in arrays[:at])
+    for result in first:
+        result[...] = 0
+    for result, other in zip(views.run(None, feeds), second, strict=True):
+        np.testing.assert_array_equal(result, other)
+
+
+def test_a_weight_of_bytes_is_widened_once_and_one_of_four_bits_never() -> None:
+    """On a CPU: a chain of casts and scales whose result takes at most four bytes a byte of the file."""
+
+    def product(kind: int, size: int) -> Runtime:
+        weight = helper.make_tensor("q", kind, [300, 400], rng.integers(0, 8, 120_000))
+        scale = numpy_helper.from_array(np.float32([0.5]).reshape(()), "scale")
+        nodes = [helper.make_node("Cast", ["q"], ["f"], to=size), helper.make_node("Mul", ["f", "scale"], ["w"])]
+        nodes.append(helper.make_node("MatMul", ["x", "w"], ["y"]))
+        ends = [helper.make_tensor_value_info(*end) for end in (("x", size, [1, 300]), ("y", size, [1, 400]))]
+        graph = helper.make_graph(nodes, "g", [ends[0]], [ends[1]], [weight, scale])
+        return Runtime(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)]), device="cpu")
+
+    made = [product(kind, TensorProto.FLOAT) for kind in (TensorProto.INT8, TensorProto.UINT4)]
+    assert [len(one.plan.steps()) for one in made] == [1, 3]
+    kept = [value for value in made[0].plan.graph.frame if isinstance(value, np.ndarray) and value.size == 120_000]
+    assert [value.dtype for value in kept] == [np.float32]
+
+
 def test_four_threads_take_turns() -> None:
     chain = runtime("g (float[N] x) => (float[N] y) { a = Mul(x, x) b = Add(a, x) c = Exp(b) y = Sub(c, a) }")
     faults: list[str] = []

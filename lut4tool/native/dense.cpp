@@ -366,15 +366,21 @@ LUT4TOOL_CLONES bool bounds(const float *x, std::size_t count, float &low, float
     return unordered == 0;
 }
 
-LUT4TOOL_CLONES void quantize(const float *x, std::size_t count, float scale, float zero, std::uint8_t *values) {
+LUT4TOOL_CLONES void quantize_piece(const float *x, std::size_t count, float scale, float zero, float low, float high,
+                                    std::uint8_t *values) {
     for (std::size_t i = 0; i < count; ++i) {
-        const float step = std::rint(x[i] / scale) + zero;
-        const float most = step < 255.0f ? step : 255.0f;
-        values[i] = std::uint8_t(std::int32_t(most > 0.0f ? most : 0.0f));
+        float step = std::rint(x[i] / scale) + zero;
+        step = step == step ? step : 0.0f;
+        step = step < high ? step : high;
+        values[i] = std::uint8_t(std::int32_t(step > low ? step : low));
     }
 }
 
 }  // namespace
+
+void quantize(const float *x, std::size_t count, float scale, float zero, float low, float high, std::uint8_t *values) {
+    quantize_piece(x, count, scale, zero, low, high, values);
+}
 
 bool quantize(const float *x, std::size_t count, std::uint8_t *values, float &scale, std::uint8_t &zero) {
     float low, high;
@@ -383,7 +389,7 @@ bool quantize(const float *x, std::size_t count, std::uint8_t *values, float &sc
     if (scale == 0.0f) scale = 1.0f;
     const float point = std::rint(std::min(std::max(-low / scale, 0.0f), 255.0f));
     zero = std::uint8_t(point);
-    quantize(x, count, scale, point, values);
+    quantize_piece(x, count, scale, point, 0.0f, 255.0f, values);
     return true;
 }
 

@@ -50,6 +50,9 @@ void multiply_bytes(const std::uint8_t *a, const std::int8_t *b, const std::int3
                     const std::int32_t *b_sums, std::size_t M, std::size_t N, std::size_t K, std::int32_t *out,
                     unsigned threads);
 
+// values = rint(x / scale) + zero between low and high, a byte each; NaN becomes 0.
+void quantize(const float *x, std::size_t count, float scale, float zero, float low, float high, std::uint8_t *values);
+
 // What ONNX's DynamicQuantizeLinear makes of x [count]: values, scale and zero point; false where x has a NaN or Inf.
 bool quantize(const float *x, std::size_t count, std::uint8_t *values, float &scale, std::uint8_t &zero);
 

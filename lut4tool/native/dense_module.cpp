@@ -2,14 +2,17 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <climits>
 #include <algorithm>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
+#include "curves.h"
 #include "dense.h"
 #include "recurrent.h"
 
@@ -160,6 +163,23 @@ bool quantize_bytes(const Vector &x, const Bytes &values, const Scale &scale, co
     return quantize(input, x.size(), steps, factor, point);
 }
 
+void quantize_linear(const Vector &x, float scale, float zero, float low, float high, const Bytes &values) {
+    check(values.size() == x.size(), "the result does not fit");
+    const float *input = x.data();
+    std::uint8_t *steps = values.data();
+    nb::gil_scoped_release release;
+    quantize(input, x.size(), scale, zero, low, high, steps);
+}
+
+void curve(const std::string &name, const Vector &x, const Scale &out, unsigned threads) {
+    check(out.size() == x.size(), "the result does not fit");
+    check(name == "sigmoid" || name == "tanh", "there is no such curve");
+    const float *input = x.data();
+    float *target = out.data();
+    nb::gil_scoped_release release;
+    map_curve(name == "sigmoid" ? Curve::sigmoid : Curve::tanh, input, x.size(), target, threads);
+}
+
 }  // namespace
 
 void add_dense(nb::module_ &m) {
@@ -182,6 +202,9 @@ void add_dense(nb::module_ &m) {
           nb::arg("lengths").noconvert().none(), nb::arg("backward"), nb::arg("threads"));
     m.def("quantize", &quantize_bytes, nb::arg("x").noconvert(), nb::arg("values").noconvert(),
           nb::arg("scale").noconvert(), nb::arg("zero").noconvert());
+    m.def("quantize_linear", &quantize_linear, nb::arg("x").noconvert(), nb::arg("scale"), nb::arg("zero"),
+          nb::arg("low"), nb::arg("high"), nb::arg("values").noconvert());
+    m.def("curve", &curve, nb::arg("name"), nb::arg("x").noconvert(), nb::arg("out").noconvert(), nb::arg("threads"));
     m.def("packed_depth", &packed_depth);
     m.def("matmul_bytes", &matmul_bytes, nb::arg("a").noconvert(), nb::arg("b").noconvert(),
           nb::arg("a_zero").noconvert(), nb::arg("b_zero").noconvert(), nb::arg("b_sums").noconvert(), nb::arg("K"),

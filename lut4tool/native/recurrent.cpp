@@ -6,42 +6,11 @@
 #include <vector>
 
 #include "clones.h"
+#include "curves.h"
+#include "threads.h"
 
 namespace lut4tool {
 namespace {
-
-// e^x within 2 units in the last place: 2^n times Cephes' polynomial of the rest; 0 and the largest floats at the ends.
-inline float exponential(float x) {
-    x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
-    const float n = std::rint(x * 1.44269504f);
-    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    const std::int32_t bits = (std::int32_t(n) + 127) << 23;
-    float scale;
-    std::memcpy(&scale, &bits, sizeof scale);
-    return p * scale;
-}
-
-inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
-
-// Near 0 Cephes' odd polynomial: a difference of exponentials would lose digits there.
-inline float hyperbolic_tangent(float x) {
-    const float square = x * x;
-    float p = -5.70498872745e-3f;
-    p = p * square + 2.06390887954e-2f;
-    p = p * square - 5.37397155531e-2f;
-    p = p * square + 1.33314422036e-1f;
-    p = p * square - 3.33332819422e-1f;
-    const float near = p * square * x + x;
-    const float far = 1.0f - 2.0f / (1.0f + exponential(2.0f * x));
-    return square < 0.390625f ? near : far;
-}
 
 LUT4TOOL_CLONES void lstm_row(const float *x, const float *product, std::size_t hidden, float *c, float *h) {
     const float *i = product, *o = i + hidden, *f = o + hidden, *g = f + hidden;
@@ -153,6 +122,26 @@ void run_gru(const Blas &blas, const Sequence &s, const float *r, const float *b
     run(s, multiply_both, [&](std::size_t t, std::size_t b) {
         gru_row(s.x + (t * s.batch + b) * gates + 2 * hidden, &late[b * hidden], bias, nullptr, &z[b * hidden], hidden,
                 s.h + b * hidden);
+    });
+}
+
+namespace {
+
+LUT4TOOL_CLONES void map_sigmoid(const float *x, std::size_t count, float *out) {
+    for (std::size_t i = 0; i < count; ++i) out[i] = sigmoid(x[i]);
+}
+
+LUT4TOOL_CLONES void map_tanh(const float *x, std::size_t count, float *out) {
+    for (std::size_t i = 0; i < count; ++i) out[i] = hyperbolic_tangent(x[i]);
+}
+
+}  // namespace
+
+void map_curve(Curve curve, const float *x, std::size_t count, float *out, unsigned threads) {
+    constexpr std::size_t PIECE = 1 << 15;
+    const auto map = curve == Curve::sigmoid ? map_sigmoid : map_tanh;
+    parallel((count + PIECE - 1) / PIECE, threads, [&](std::size_t index) {
+        map(x + index * PIECE, std::min(PIECE, count - index * PIECE), out + index * PIECE);
     });
 }
 

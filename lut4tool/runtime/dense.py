@@ -17,6 +17,8 @@ import numpy as np
 import lut4tool.runtime.backend  # noqa: F401 - it loads the BLAS
 from lut4tool import native
 
+#: Multiplications that NumPy's own BLAS makes on one thread; one row of them: a 32nd.
+_ONE_THREAD = 1 << 18
 _FLOAT32 = np.dtype(np.float32)
 
 
@@ -46,6 +48,9 @@ _THREADS = native.thread_count()
 def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """np.matmul's a @ b; float32 matrices in the native library, more axes and other types in NumPy."""
     if _NATIVE is None or a.ndim != 2 or b.ndim != 2 or not _serves(a, b):
+        return np.matmul(a, b)
+    rows, size = a.shape[0], b.size
+    if rows * size <= _ONE_THREAD and (rows > 1 or size <= _ONE_THREAD >> 5):
         return np.matmul(a, b)
     out = np.empty((a.shape[0], b.shape[1]), np.float32)
     _NATIVE.matmul(_blasable(a), _blasable(b), out, _THREADS)
@@ -77,6 +82,26 @@ def conv(
     offset = None if bias is None else np.ascontiguousarray(bias, np.float32)
     _NATIVE.conv(np.ascontiguousarray(x), np.ascontiguousarray(w), offset, geometry, group, y, _THREADS)
     return y
+
+
+def curve(name: str, x: np.ndarray) -> np.ndarray | None:
+    """The curve "sigmoid" or "tanh" of x, within 4 units in the last place; None where NumPy must."""
+    if _NATIVE is None or not _serves(x):
+        return None
+    out = np.empty(x.shape, np.float32)
+    _NATIVE.curve(name, np.ascontiguousarray(x).reshape(-1), out.reshape(-1), _THREADS)
+    return out
+
+
+def quantize_linear(x: np.ndarray, scale: Any, zero: Any, dtype: np.dtype) -> np.ndarray | None:
+    """round(x / scale) + zero, saturated to int8 or uint8, for one scale and zero point; None where NumPy must."""
+    if _NATIVE is None or not _serves(x, scale) or scale.size != 1 or dtype.itemsize != 1 or dtype.kind not in "iu":
+        return None
+    limits, values = np.iinfo(dtype), np.empty(x.shape, dtype)
+    flat = np.ascontiguousarray(x).reshape(-1)
+    point = 0.0 if zero is None else float(zero.reshape(()))
+    _NATIVE.quantize_linear(flat, scale.item(), point, limits.min, limits.max, values.reshape(-1).view(np.uint8))
+    return values
 
 
 def quantized(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lut4tool.runtime import dense
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.ops.compute import computed, is_float, on_device
 from lut4tool.runtime.registry import op
@@ -149,15 +150,17 @@ def clip_attributes(xp: Any, x: Any, *, min: float = -_LARGEST, max: float = _LA
 @op("Clip", since=11)
 def clip(xp: Any, x: Any, min: Any = None, max: Any = None) -> Any:
     """`max` wins where it is below `min`."""
-    if min is not None:
-        x = xp.maximum(x, min)
-    return x if max is None else xp.minimum(x, max)
+    if min is None or max is None or xp is mx:
+        x = x if min is None else xp.maximum(x, min)
+        return x if max is None else xp.minimum(x, max)
+    y = np.asarray(np.maximum(x, min))
+    return np.minimum(y, max, out=y)
 
 
 @op("Relu", since=6)
 def relu(xp: Any, x: Any) -> Any:
     """Return max(x, 0), for integers too since 14."""
-    return xp.maximum(x, xp.zeros_like(x))
+    return xp.maximum(x, xp.zeros((), dtype=x.dtype))
 
 
 @op("PRelu", since=7)
@@ -169,7 +172,12 @@ def prelu(xp: Any, x: Any, slope: Any) -> Any:
 @op("Sigmoid", since=6)
 def sigmoid(x: Any) -> Any:
     """Return 1 / (1 + exp(-x))."""
-    return computed(lambda xp, x: 1 / (1 + xp.exp(-x)), x)
+    return computed(_sigmoid, x)
+
+
+def _sigmoid(xp: Any, x: Any) -> Any:
+    found = dense.curve("sigmoid", x) if xp is np else None
+    return 1 / (1 + xp.exp(-x)) if found is None else found
 
 
 # -log(1 - erf(x)) / x on 0..4, in powers of x: a least-squares fit, 4e-9 off at most; beyond 4 float32's erf is 1.
@@ -210,6 +218,9 @@ def erf(x: Any) -> Any:
 @op("LeakyRelu", since=6)
 def leaky_relu(xp: Any, x: Any, *, alpha: float = 0.01) -> Any:
     """Return alpha * x below zero."""
+    if xp is np and x.dtype == np.float32 and 0 <= alpha <= 1:  # a third of the time
+        y = np.asarray(x * np.float32(alpha))
+        return np.maximum(x, y, out=y)
     return xp.where(x < 0, alpha * x, x)
 
 
@@ -298,8 +309,10 @@ def coerced(x: Any, axis: int) -> Any:
 
 def _softmax(x: Any, axis: int) -> Any:
     def rows(xp: Any, x: Any) -> Any:
-        powers = xp.exp(x - x.max(axis=axis, keepdims=True))
-        return powers / powers.sum(axis=axis, keepdims=True)
+        shifted = x - x.max(axis=axis, keepdims=True)
+        powers = np.exp(shifted, out=shifted) if xp is np else xp.exp(shifted)
+        powers /= powers.sum(axis=axis, keepdims=True)
+        return powers
 
     return computed(rows, x) if x.size else x
 

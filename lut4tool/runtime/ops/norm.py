@@ -23,7 +23,8 @@ def standard(xp: Any, x: Any, axes: tuple[int, ...], epsilon: float) -> tuple[An
     mean = xp.mean(x, axis=axes, keepdims=True)
     centred = x - mean
     inverse = 1 / xp.sqrt(xp.mean(centred * centred, axis=axes, keepdims=True) + epsilon)
-    return centred * inverse, mean, inverse
+    centred *= inverse
+    return centred, mean, inverse
 
 
 @op("BatchNormalization", since=14)
@@ -35,7 +36,9 @@ def batch_normalization(
     xp, data, s, bias, mean, var = working(x, scale, b, input_mean, input_var)
     if not training_mode:
         factor = s / xp.sqrt(var + epsilon)
-        return finish(data * _channel(factor, x.ndim) + _channel(bias - mean * factor, x.ndim), x)
+        y = data * _channel(factor, x.ndim)
+        y += _channel(bias - mean * factor, x.ndim)
+        return finish(y, x)
     y, now_mean, now_var = _batch(xp, data, s, bias, epsilon)
     running_mean, running_var = mean * momentum + now_mean * (1 - momentum), var * momentum + now_var * (1 - momentum)
     return finish(y, x), finish(running_mean, input_mean), finish(running_var, input_var)

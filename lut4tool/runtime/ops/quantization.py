@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from lut4tool.runtime import dense
-from lut4tool.runtime.dtypes import MLX_OF, numpy_dtype, to_device
+from lut4tool.runtime.dtypes import MLX_OF, numpy_dtype, on_host, to_device
 from lut4tool.runtime.ops.codes import encode
 from lut4tool.runtime.ops.compute import finish, finish_as, numpy_type, working
 from lut4tool.runtime.ops.conv import check_channels, convolve_host
@@ -57,6 +57,12 @@ def quantize_linear(
     declared = numpy_dtype(output_dtype) if output_dtype else np.dtype(np.uint8)
     dtype = declared if y_zero_point is None else numpy_type(y_zero_point)
     kind = numpy_dtype(precision) if precision else numpy_type(y_scale)
+    if (
+        on_host()
+        and kind == np.float32
+        and (found := dense.quantize_linear(x, y_scale, y_zero_point, dtype)) is not None
+    ):
+        return found
     xp, data, scale, zero = working(x, y_scale, y_zero_point)
     offset = 0 if zero is None else spread(xp, zero, x.shape, axis, block_size).astype(xp.float32)
     quotient = in_type(
