@@ -3,10 +3,10 @@
     python benchmarks/kernels_cuda.py [--only TEXT] [--bars] [--kernels gemv,tile,decode] [--peers] [--json FILE]
     python benchmarks/kernels_cuda.py --once lookup4:bfloat16:14336x4096:1     one product of 4 weights, for a profiler
 
-A case multiplies by 20 weights in turn, far more than the L2 cache holds. Caches are not flushed besides, clocks are left
-alone, and the kernels of a product are added (a decode and its product; whatever a peer launches). MLX needs about as
-long on the host for a product as the smallest of these takes on the GPU, so that wall-clock times would measure the
-host. Peers: torch's dense product, bitsandbytes' matmul_4bit (NF4).
+A case multiplies by 20 weights in turn, far more than the L2 cache holds. Caches are not flushed besides, clocks are
+left alone, and the kernels of a product are added (a decode and its product; whatever a peer launches). MLX needs about
+as long on the host for a product as the smallest of these takes on the GPU, so that wall-clock times would measure the
+host. cuda_graphs.py times one kernel from graphs. Peers: torch's dense product, bitsandbytes' matmul_4bit (NF4).
 """
 
 from __future__ import annotations
