@@ -45,6 +45,11 @@ _NATIVE = _start()
 _THREADS = native.thread_count()
 
 
+def available() -> bool:
+    """Whether the native library serves; NumPy does what this module does else."""
+    return _NATIVE is not None
+
+
 def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """np.matmul's a @ b; float32 matrices in the native library, more axes and other types in NumPy."""
     if _NATIVE is None or a.ndim != 2 or b.ndim != 2 or not _serves(a, b):
