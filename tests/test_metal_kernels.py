@@ -15,8 +15,8 @@ from benchmarks import metal_cost
 from lut4tool import formats, kernels
 from lut4tool.formats import Lookup4Weight, QmmWeight
 from lut4tool.kernels import MLX_FLOAT, metal, selftest
-from lut4tool.kernels.metal import probe
 from lut4tool.kernels.metal import source as metal_source
+from lut4tool.kernels.metal import trial
 from lut4tool.kernels.metal import weights as metal_weights
 from lut4tool.kernels.metal.gemv_rows import SOURCE as GEMV_ROWS
 from lut4tool.kernels.metal.tile import SOURCE as TILE
@@ -47,10 +47,10 @@ def simulator(monkeypatch: Any) -> Iterator[Simulator]:
     simulator = Simulator()
     simulator.install(monkeypatch)
     metal_source.built.cache_clear()
-    probe.forget()
+    trial.forget()
     yield simulator
     metal_source.built.cache_clear()
-    probe.forget()
+    trial.forget()
 
 
 def sampled(cases: list[tuple[Any, ...]], every: int) -> list[Any]:
@@ -306,8 +306,8 @@ PROBED: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("dtype", "weight"), PROBED)
 def test_each_kernel_is_tried_once_before_it_is_trusted(dtype: str, weight: Any, simulator: Simulator) -> None:
     made = weight()
-    for m in (1, 5):
-        assert metal.refuses(to_mlx(values(dtype, m, 96)[:, : depth(made)]), made) is None
+    for _ in range(2):
+        metal.probe(made, dtype)
     tried = [call.signature.call for call in simulator.calls]
     assert len(tried) in (2, 3)
     simulator.calls.clear()
@@ -347,10 +347,12 @@ def test_a_kernel_that_fails_is_not_used(wrong: Any, sentence: str, simulator: S
         return call
 
     monkeypatch.setattr(mx.fast, "metal_kernel", as_mlx)
-    weight, x = lookup4(64, 64, perm=(1, 0)), mx.ones((1, 64))
-    with pytest.warns(UserWarning, match=re.compile(sentence, re.DOTALL)):
-        assert re.search(sentence, str(metal.refuses(x, weight)), re.DOTALL)
-    assert metal.refuses(x, lookup4(64, 64, perm=(1, 0), seed=2)) is not None  # no second warning
+    monkeypatch.setattr(metal, "available", lambda: True)
+    for seed in (1, 2):  # the second weight is not tried again: the first says all
+        with pytest.warns(UserWarning, match=sentence):
+            choice = kernels.choose(lookup4(64, 64, perm=(1, 0), seed=seed), "float32", "metal")
+        assert choice.backend == "reference"
+        assert re.search(sentence, choice.refusals["metal"])
 
 
 def huge(rows: int, cols: int) -> Lookup4Weight:

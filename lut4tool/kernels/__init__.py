@@ -38,6 +38,8 @@ from lut4tool.formats import Lookup4Weight, QmmWeight
 
 FORCED, DISABLED = "LUT4TOOL_KERNEL", "LUT4TOOL_DISABLE"
 KERNEL_NAMES = ("gemv", "tile", "decode", "reference")
+#: Characters of a compiler's message that a refusal repeats.
+MOST_OF_A_REASON = 400
 DEVICE_BACKENDS = ("metal", "cuda", "cpu")
 
 MLX_FLOAT: Mapping[str, mx.Dtype] = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -129,9 +131,9 @@ def _probe(module: Any, name: str, weight: Lookup4Weight | QmmWeight, dtype: str
     try:
         probe(weight, dtype)
     except RuntimeError as error:
-        reason = str(error).strip().splitlines() or ["no reason given"]
-        warnings.warn(f"the {name} kernels fail ({reason[0]}); the reference serves instead", stacklevel=2)
-        return f"its kernels fail: {reason[0]}"
+        reason = " ".join(str(error).split())[:MOST_OF_A_REASON] or "no reason given"
+        warnings.warn(f"the {name} kernels fail ({reason}); the reference serves instead", stacklevel=2)
+        return f"its kernels fail: {reason}"
     return None
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from lut4tool import formats
 from lut4tool.formats import FLOAT_DTYPES, Lookup4Weight, QmmWeight
-from lut4tool.kernels import MLX_FLOAT, backends
+from lut4tool.kernels import MLX_FLOAT, MOST_OF_A_REASON, backends
 
 Weight = Lookup4Weight | QmmWeight
 
@@ -84,8 +84,13 @@ def _products(name: str, module: Any, label: str, dtype: str, weight: Weight) ->
             yield Case(name, f"{label}, M {m}: refused, {refusal}", 0.0)
             continue
         product = module.lookup4_matmul if isinstance(weight, Lookup4Weight) else module.qmm
-        y = np.array(product(given, weight).astype(mx.float32)).astype(np.float64)
-        yield Case(name, f"{label}, {dtype}, M {m}", _ratio(y, x.astype(np.float64), matrix, dtype))
+        what = f"{label}, {dtype}, M {m}"
+        try:
+            y = np.array(product(given, weight).astype(mx.float32)).astype(np.float64)
+        except RuntimeError as error:  # a kernel that does not compile or run here
+            yield Case(name, f"{what}: {' '.join(str(error).split())[:MOST_OF_A_REASON]}", float("inf"))
+            continue
+        yield Case(name, what, _ratio(y, x.astype(np.float64), matrix, dtype))
     if isinstance(weight, Lookup4Weight):
         decoded = np.array(module.lookup4_decode(weight).astype(mx.float32))
         exact = formats.decode(weight).astype(np.float32)

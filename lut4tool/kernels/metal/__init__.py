@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from lut4tool.formats import Lookup4Weight, QmmWeight
-from lut4tool.kernels.metal import probe
+from lut4tool.kernels.metal import trial
 from lut4tool.kernels.metal.decode import decode
 from lut4tool.kernels.metal.gemv_columns import gemv_columns
 from lut4tool.kernels.metal.gemv_rows import gemv_rows
@@ -40,7 +40,7 @@ def available() -> bool:
 
 
 def refuses(x: mx.array, weight: Lookup4Weight | QmmWeight) -> str | None:
-    """Say why a product is not served: types that do not go together, sizes out of reach, a kernel that fails here."""
+    """Say why a product is not served: types that do not go together, sizes out of reach."""
     if x.dtype not in MLX_FLOAT.values():
         return f"x is {x.dtype}; float32, float16 and bfloat16 are served"
     if x.dtype != mx.float32 and MLX_FLOAT[weight.weight_dtype] != x.dtype:
@@ -50,7 +50,12 @@ def refuses(x: mx.array, weight: Lookup4Weight | QmmWeight) -> str | None:
         return f"K is {K}; {LEAST_ELEMENTS} and more are served"
     if max(K, N) > MOST_SIDE or 2 * weight.packed.size > MOST_ELEMENTS:
         return f"a weight of {K} x {N} is out of reach of its indices"
-    return probe.why_not(x, weight, _product)
+    return None
+
+
+def probe(weight: Lookup4Weight | QmmWeight, dtype: str) -> None:
+    """Make tiny products of the same facts: RuntimeError where a kernel does not compile or computes something else."""
+    trial.check(weight, MLX_FLOAT[dtype], _product)
 
 
 def lookup4_matmul(x: mx.array, weight: Lookup4Weight, kernel: str | None = None) -> mx.array:

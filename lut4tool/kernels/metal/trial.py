@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from functools import cache
 
@@ -20,8 +19,8 @@ Product = Callable[[mx.array, Weight, str | None], mx.array]
 ROWS = {"gemv": 1, "tile": 16}
 
 
-def why_not(x: mx.array, weight: Weight, product: Product) -> str | None:
-    """Say why the kernels for such a product do not work here, with one warning; None where they do.
+def check(weight: Weight, dtype: mx.Dtype, product: Product) -> None:
+    """Raise RuntimeError where the kernels for products of an x of this type with such a weight do not work here.
 
     A weight of the same facts and few elements, all of them 1, is multiplied by ones: every output is K.
     """
@@ -34,7 +33,8 @@ def why_not(x: mx.array, weight: Weight, product: Product) -> str | None:
         aligned, fours = is_aligned(weight.cols, weight.cols, block), weight.shape[0] % 4 == 0
         perm = (0, 1) if tuple(weight.perm) == (0, 1) else (1, 0)
         tiny = _lookup4(perm, weight.high_nibble_first, aligned, fours, scales, block, weight.weight_dtype)
-    return _failure(tiny, x.dtype, product)
+    if failure := _failure(tiny, dtype, product):
+        raise RuntimeError(failure)
 
 
 @cache
@@ -44,17 +44,12 @@ def _failure(tiny: Weight, dtype: mx.Dtype, product: Product) -> str | None:
         try:
             y = np.array(product(mx.ones((rows, K), dtype), tiny, kernel).astype(mx.float32))
         except (RuntimeError, ValueError) as error:
-            return _warned(f"its {kernel} kernel does not run here: {error}")
+            return f"its {kernel} kernel does not run here: {error}"
         right = np.array(mx.full((rows, N), K, dtype).astype(mx.float32))
         if not np.array_equal(y, right):
             wrong = y[y != right].flat[0]
-            return _warned(f"its {kernel} kernel gives {wrong} here where {right.flat[0]} is right")
+            return f"its {kernel} kernel gives {wrong} here where {right.flat[0]} is right"
     return None
-
-
-def _warned(sentence: str) -> str:
-    warnings.warn(f"lut4tool's Metal kernels are not used for a product, {sentence}", stacklevel=4)
-    return sentence
 
 
 # K of a tiny weight has the same remainders as the weight's, as far as the texts know them.
