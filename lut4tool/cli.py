@@ -296,6 +296,8 @@ def run(
     from lut4tool.runtime.session import Runtime
     from lut4tool.storage import Tensors, read_model
 
+    if dim and not random:
+        raise typer.BadParameter("it sizes the inputs that --random draws", param_hint="--dim")
     if bare := [text for text in one or () if "=" not in text]:
         raise typer.BadParameter(f"write NAME={bare[0]}", param_hint="-i")
     if outputs is not None and outputs.suffix != ".npz":
@@ -310,6 +312,8 @@ def run(
             rewritten = rewrite_model(proto, tensors, progress=progress)
         for refusal in rewritten.refused:
             print(f"lut4tool: refused: {refusal.node}: {refusal.reason}", file=sys.stderr)
+        if not rewritten.rewritten and not rewritten.refused:
+            print("lut4tool: nothing to rewrite: no 4-bit decode chain found", file=sys.stderr)
     left = 0 if rewrite_first else len(recognize(proto).proofs)
     runtime = Runtime(proto, device, tensors)
     result = run_model(
@@ -514,6 +518,10 @@ def bench(
         figures = [f"{row[key]:.3f}" for key in ("best", "median")]
         table.add_row(row["shape"], str(row["m"]), "cold" if row["cold"] else "hot", row["engine"], *figures, ratio)
     _console().print(table)
+    _console().print(
+        "ours / it: median of the ratios of runs taken in turns, under 1 where lut4tool is faster;"
+        " floor: the packed bytes over the bandwidth"
+    )
 
 
 def _numbers(text: str, option: str, counts: tuple[int, ...] = ()) -> list[int]:

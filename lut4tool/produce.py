@@ -480,14 +480,16 @@ def quantize_file(
     kept = sum(map(nbytes, external))
     written, notes = save(model, name, out, tensors, progress)
     if external:
-        files = ", ".join(sorted({location(tensor) for tensor in external_tensors(model)}))
-        notes = (*notes, f"{size_text(kept)} of its weights are external data in {files}, which must stay beside it")
+        files = sorted({location(tensor) for tensor in external_tensors(model)})
+        whole = size_text(sum(Path(out).parent.joinpath(file).stat().st_size for file in files))
+        used = f"{size_text(kept)} of its weights are external data in {', '.join(files)} ({whole} on disk)"
+        notes = (*notes, f"{used}, which must stay beside it")
     return replace(report, input_bytes=before, output_bytes=written + kept, notes=tuple(notes))
 
 
 def _nothing_found(match: str | None) -> str:
     chosen = "" if match is None else f" whose name, or whose product's, {match!r} finds"
-    return f"no MatMul or Gemm has a constant weight{chosen}"
+    return f"no MatMul or Gemm has a float weight{chosen} (4-bit chains and packed weights are left as they are)"
 
 
 def _compile(match: str | None) -> re.Pattern[str] | None:

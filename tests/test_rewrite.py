@@ -507,7 +507,8 @@ def test_another_folder_gets_a_copy(built, tmp_path, external):
     assert files(tmp_path / "b").keys() == {"out.onnx", external}
     assert files(tmp_path / "b")[external] == files(tmp_path / "a")[external]
     assert (tmp_path / "b" / external).stat().st_nlink == 1
-    assert report.notes == ()
+    size = storage.size_text((tmp_path / "a" / external).stat().st_size)
+    assert report.notes == (f"external data '{external}' ({size}) was copied as '{external}'",)
     assert compare(storage.read_model(source), storage.read_model(tmp_path / "b" / "out.onnx")).wrong == []
     assert_same_results(built, load(tmp_path / "b" / "out.onnx"))
 
@@ -519,7 +520,8 @@ def test_a_taken_name_gets_a_number(built, tmp_path):
     report = rewrite(source, tmp_path / "b" / "out.onnx")
     assert files(tmp_path / "b").keys() == {"out.onnx", "w.bin", "w-1.bin"}
     assert (tmp_path / "b" / "w.bin").read_bytes() == b"of another model"
-    assert report.notes == ("external data 'w.bin' was copied as 'w-1.bin'",)
+    size = storage.size_text((tmp_path / "w.bin").stat().st_size)
+    assert report.notes == (f"external data 'w.bin' ({size}) was copied as 'w-1.bin'",)
     before, after = storage.read_model(source), storage.read_model(tmp_path / "b" / "out.onnx")
     assert {storage.location(tensor) for tensor in after.graph.initializer} == {"w-1.bin"}
     for tensor in after.graph.initializer:

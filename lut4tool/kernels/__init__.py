@@ -49,7 +49,7 @@ class KernelError(Lut4Error):
     """No kernel serves a product as it was asked for."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Choice:
     """The backend that serves a weight, the kernel forced in it (None: it picks by M), and why the others do not."""
 
@@ -67,6 +67,8 @@ class Choice:
 
     def __str__(self) -> str:
         return "; ".join([self.name, *(f"not {backend}: {why}" for backend, why in self.refusals.items())])
+
+    __repr__ = __str__
 
     @property
     def takes_numpy(self) -> bool:

@@ -73,10 +73,10 @@ def advise(model: onnx.ModelProto, report: Report) -> tuple[str, ...]:
         packed = _count(len(distinct_weights(report.proofs)), "weight")
         advice.append(f"`lut4tool rewrite` will keep {packed} packed; {_FOLDING}")
     if count := operators[f"{DOMAIN}::{LOOKUP4_MATMUL}"] + operators[f"{DOMAIN}::{QMM}"]:
-        advice.append(f"{_count(count, 'product')} of this model already keep packed weights; {_FOLDING}")
+        advice.append(f"packed weights already: {_count(count, 'product')}; {_FOLDING}")
     for domain, name in VENDOR_PRODUCTS:
         if count := operators[f"{domain}::{name}"]:
-            advice.append(f"{_count(count, name + ' node')} already keep packed weights: `lut4tool run` serves them")
+            advice.append(f"packed weights already: {_count(count, name + ' node')}, which `lut4tool run` serves as is")
     if not advice and not report.refusals:
         floats = _float_products(model)
         todo = "`lut4tool quantize` spells them as 4-bit chains" if floats else "it has nothing for lut4tool to do"

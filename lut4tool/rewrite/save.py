@@ -31,7 +31,9 @@ def check_target(source: str, target: str, force: bool) -> None:
     if os.path.exists(target) and not os.path.isfile(target):
         raise RewriteError(f"cannot write {target}: it is not a regular file")
     if os.path.exists(target) and not os.path.samefile(source, target) and not force:
-        raise RewriteError(f"{target} exists; --force replaces it, and OUT equal to IN rewrites in place")
+        raise RewriteError(
+            f"{target} exists; --force replaces it (force=True in Python), and OUT equal to IN rewrites in place"
+        )
 
 
 def save(
@@ -92,8 +94,10 @@ def _place_data(
     for tensor, real in external:
         if os.path.normpath(storage.location(tensor)) != os.path.normpath(copies[real]):
             next(entry for entry in tensor.external_data if entry.key == "location").value = copies[real]
-    renamed = [(files[real], name) for real, name in copies.items() if os.path.normpath(files[real]) != name]
-    return [f"external data '{old}' was copied as '{new}'" for old, new in renamed]
+    return [
+        f"external data '{files[real]}' ({storage.size_text(os.path.getsize(real))}) was copied as '{name}'"
+        for real, name in copies.items()
+    ]
 
 
 def _copy(real: str, place: str, folder: str, reserved: str, made: list[str]) -> str:
