@@ -444,3 +444,55 @@ def test_without_mlx_rewrite_works_and_run_names_the_extra(chain: Path, tmp_path
     assert result.returncode == 1
     assert "lut4tool[cpu]" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_where_there_is_nothing_to_rewrite_it_says_why(run: Run, plain: Path, chain: Path) -> None:
+    Path("float.onnx").write_bytes(_float_model(np.ones((32, 48), np.float32)))
+    assert "1 MatMul or Gemm node with float weights; `lut4tool quantize`" in run("rewrite", "float.onnx", "o.onnx").out
+    assert "nothing for lut4tool to do" in run("inspect", plain).out
+    assert run("rewrite", chain, "packed.onnx").status == 0
+    again = run("rewrite", "packed.onnx", "again.onnx")
+    assert (again.status, Path("again.onnx").exists()) == (3, False)
+    assert "packed weights already: 1 product;" in again.out
+    packed = json.loads(run("inspect", "packed.onnx", "--json").out)["operators"]
+    assert packed == {"ai.lut4tool::Lookup4MatMul": 1}  # the body's own operators are not counted
+    result = run("run", plain, "--rewrite", "--random")
+    assert (result.status, result.err) == (0, "lut4tool: nothing to rewrite: no 4-bit decode chain found\n")
+
+
+def test_run_rewrite_says_what_it_refused(run: Run, chain: Path) -> None:
+    wrong = onnx.load(chain)
+    next(node for node in wrong.graph.node if node.op_type == "Concat").attribute[0].i = 0
+    onnx.save(wrong, "wrong.onnx")
+    assert "Concat with axis 0, not 1, at node" in run("run", "wrong.onnx", "--rewrite", "--random").err
+
+
+def test_quantize_says_what_stays_external_and_why_nothing_was_found(run: Run) -> None:
+    model = onnx.load_from_string(_float_model(np.ones((32, 48), np.float32)))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(512, np.float32), "spare"))
+    onnx.save(model, "float.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
+    Path("other").mkdir()
+    result = run("quantize", "float.onnx", "other/q.onnx")
+    assert result.status == 0
+    assert re.search(r"external data 'w.bin' \(8.2 KB\) was copied as 'w.bin'", result.out)
+    assert "2.0 KB of its weights are external data in w.bin (8.2 KB on disk), which must stay beside it" in result.out
+    assert (
+        "no MatMul or Gemm has a float weight whose name, or whose product's, 'z' finds"
+        in run("quantize", "float.onnx", "none.onnx", "--match", "z").out
+    )
+
+
+def test_a_kernel_that_fails_is_wrong_in_the_selftest(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lut4tool.runtime import backend  # noqa: F401 - first: it readies MLX
+
+    from lut4tool.kernels import reference  # isort: skip
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(reference, "qmm", fail)
+    result = run("selftest", "--device", "cpu", "--json")
+    wrong = [case for case in json.loads(result.out)["cases"] if not case["ok"]]
+    assert result.status == 4
+    assert wrong
+    assert all("no such instruction" in case["case"] for case in wrong)
