@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
@@ -18,6 +17,8 @@ from lut4tool.errors import Lut4Error
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from lut4tool.rewrite import RewriteReport
 
 NOTHING_TO_REWRITE = 3
 DIFFERS = 4
@@ -150,12 +151,13 @@ def rewrite(
             vendor=vendor,
             force=force,
             allow_external=tuple(allow_external or ()),
+            drawn=report is not None and report.suffix == ".html",
             progress=progress,
         )
     document = result.to_json()
     if report is not None:
         what = "dry run of a rewrite" if dry_run else "rewrite"
-        _write_report(report, document, f"{what} of {source.name} to {target.name} by lut4tool {__version__}")
+        _write_report(report, result, f"{what} of {source.name} to {target.name} by lut4tool {__version__}")
     if json_output:
         _print_json(document)
     else:
@@ -172,20 +174,13 @@ def rewrite(
         raise typer.Exit(NOTHING_TO_REWRITE)
 
 
-def _write_report(path: Path, document: dict[str, Any], title: str) -> None:
+def _write_report(path: Path, report: RewriteReport, title: str) -> None:
     """Write the report atomically, as JSON or as one self-contained page."""
+    from lut4tool.rewrite.page import page
     from lut4tool.storage import write_atomic
 
-    if path.suffix == ".json":
-        write_atomic(path, json.dumps(document, indent=2).encode())
-        return
-    from rich.console import Console
-
-    page = Console(file=io.StringIO(), record=True, width=160, **_PLAIN)
-    page.print(title)
-    _print_sites(page, document, "rewritten")
-    page.print(_sizes(document))
-    write_atomic(path, page.export_html(inline_styles=True).encode())
+    text = json.dumps(report.to_json(), indent=2) if path.suffix == ".json" else page(report, title)
+    write_atomic(path, text.encode(errors="backslashreplace"))
 
 
 def _sizes(document: dict[str, Any]) -> str:
@@ -215,6 +210,44 @@ def _print_sites(console: Console, document: dict[str, Any], key: str) -> None:
         console.print(table)
     for refusal in document["refused"]:
         console.print(f"refused: {refusal['node']}: {refusal['reason']}")
+
+
+@app.command()
+def expand(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A rewritten ONNX file.", show_default=False)],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Where to write; IN itself is allowed.", show_default=False)
+    ],
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing OUT.")] = False,
+    allow_external: ExternalOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """The way back: replace each node of ai.lut4tool with the standard operators that decode its weight.
+
+    The decoded weights are the same bit for bit. Packed data is neither read nor copied within a folder. Exit status 3,
+    and nothing written, where there is no such node.
+    """
+    from lut4tool.rewrite.expand import expand as expand_file
+
+    with _progress() as progress:
+        result = expand_file(source, target, force=force, allow_external=tuple(allow_external or ()), progress=progress)
+    document = result.to_json()
+    if json_output:
+        _print_json(document)
+    else:
+        console = _console()
+        for row in document["expanded"]:
+            console.print(f"expanded {row['node']}: {row['op']}, {row['rows']} x {row['cols']}, {row['weight_dtype']}")
+        for refusal in document["refused"]:
+            console.print(f"refused: {refusal['node']}: {refusal['reason']}")
+        for note in result.notes:
+            console.print(note)
+        if document["expanded"]:
+            console.print(f"wrote {target}: {_size(document['output_bytes'])} (was {_size(document['input_bytes'])})")
+        else:
+            console.print("nothing to expand; nothing written")
+    if not document["expanded"]:
+        raise typer.Exit(NOTHING_TO_REWRITE)
 
 
 @app.command()

@@ -13,6 +13,7 @@ import onnx
 from lut4tool.recognize import recognize
 from lut4tool.recognize.proof import Proof, Refusal, Report, Witness
 from lut4tool.recognize.summary import advise, distinct_weights
+from lut4tool.rewrite.drawing import Surroundings, surroundings
 from lut4tool.rewrite.edit import RewriteError, apply
 from lut4tool.rewrite.save import Progress, check_target, serialized
 from lut4tool.rewrite.save import save as save_model
@@ -30,6 +31,7 @@ class RewriteReport:
         (on `dry_run`, what it would be).
     packed_bytes, dense_bytes: the proved weights as stored, and decoded to float32.
     notes: sentences for the user.
+    surroundings: of each site before the rewrite, where they were asked for: what page.page draws.
     """
 
     rewritten: tuple[tuple[Proof, Witness | None], ...]
@@ -39,6 +41,7 @@ class RewriteReport:
     input_bytes: int = 0
     output_bytes: int = 0
     notes: tuple[str, ...] = ()
+    surroundings: tuple[Surroundings, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The document of `rewrite --json` (DESIGN section 7)."""
@@ -65,12 +68,14 @@ def rewrite(
     vendor: bool = False,
     force: bool = False,
     allow_external: Iterable[PathLike] = (),
+    drawn: bool = False,
     progress: Progress | None = None,
 ) -> RewriteReport:
     """Rewrite the model file `src` to `dst`; `dst` equal to `src` means in place.
 
     Every distinct weight is checked by a witness first (`verify`: every block of it). Nothing is written where nothing
-    is rewritten, on `dry_run`, or on any error. `progress(what, done, total)` is called now and then.
+    is rewritten, on `dry_run`, or on any error. `drawn`: the report holds each site's surroundings.
+    `progress(what, done, total)` is called now and then.
     Raises StorageError for files, RewriteError for a place or a model, WitnessMismatch where a proof does not hold.
     """
     source, target = Path(src), os.fspath(dst)
@@ -78,7 +83,7 @@ def rewrite(
     size = source.stat().st_size
     check_target(str(source), target, force or dry_run)
     tensors = Tensors(source.parent, allow_external)
-    report = rewrite_model(model, tensors, verify=verify, vendor=vendor, progress=progress)
+    report = rewrite_model(model, tensors, verify=verify, vendor=vendor, drawn=drawn, progress=progress)
     written, notes = 0, tuple[str, ...]()
     if not report.rewritten:
         notes = advise(model, Report((), report.refused))
@@ -96,6 +101,7 @@ def rewrite_model(
     verify: bool = False,
     vendor: bool = False,
     witness: bool = True,
+    drawn: bool = False,
     progress: Progress | None = None,
 ) -> RewriteReport:
     """Rewrite a model in place in memory, as `rewrite` does with files; `tensors` reads its weights.
@@ -105,12 +111,14 @@ def rewrite_model(
     found = recognize(model, vendor=vendor)
     witnesses = _witnesses(found.proofs, tensors, verify, progress) if witness else [None] * len(found.proofs)
     distinct = distinct_weights(found.proofs)
+    around = tuple(surroundings(model, found.proofs)) if drawn else ()
     apply(model, found.proofs)
     return RewriteReport(
         tuple(zip(found.proofs, witnesses, strict=True)),
         found.refusals,
         sum(nbytes(tensor) for proof in distinct for tensor in proof.tensors.values()),
         sum(4 * proof.rows * proof.cols for proof in distinct),
+        surroundings=around,
     )
 
 
