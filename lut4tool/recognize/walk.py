@@ -188,9 +188,11 @@ class Origin(NamedTuple):
 class Walk:
     """The scopes of one model, and memoized answers about their values."""
 
-    def __init__(self, model: onnx.ModelProto, vendor: bool = False) -> None:
+    def __init__(
+        self, model: onnx.ModelProto, vendor: bool = False, wanted: Collection[tuple[str, str]] = PRODUCTS
+    ) -> None:
         self.model = model
-        self.wanted = {*PRODUCTS, *(VENDOR_PRODUCTS if vendor else ())}
+        self.wanted = {*wanted, *(VENDOR_PRODUCTS if vendor else ())}
         self.products: list[Place] = []  # in graph order
         self.functions = {(_domain(f.domain), f.name, f.overload): i for i, f in enumerate(model.functions)}
         self.calls: dict[int, list[Place]] = {index: [] for index in range(len(model.functions))}

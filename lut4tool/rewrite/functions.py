@@ -131,3 +131,12 @@ def body(name: str, opset: int) -> onnx.FunctionProto:
     function.CopyFrom(_written(name))
     function.opset_import[0].version = opset
     return function
+
+
+def is_ours(function: onnx.FunctionProto) -> bool:
+    """Whether a model's function of our domain is the body that this lut4tool writes, at the function's own opset."""
+    versions = [entry.version for entry in function.opset_import if entry.domain in ("", "ai.onnx")]
+    if function.name not in _BODIES or len(versions) != 1 or not FIRST_OPSET <= versions[0] <= LAST_OPSET:
+        return False
+    ours = body(function.name, versions[0])
+    return function.SerializeToString(deterministic=True) == ours.SerializeToString(deterministic=True)
