@@ -47,10 +47,42 @@ class Step:
     shape: bool = False
 
 
+#: What runs a step: its call, the slot of a single result or -1, the slots of its results, those to empty, the step.
+#: What runs several (see regions.py) writes the frame itself, names the node that fails and has no step.
+Line = tuple[Call, int, tuple[int, ...], tuple[int, ...], Step | None]
+
+
+def line(step: Step, call: Call | None = None) -> Line:
+    """The line of a step, with another call in the place of its own."""
+    single = step.outputs[0] if len(step.outputs) == 1 else -1
+    return call or step.call, single, step.outputs, step.free, step
+
+
+def execute(frame: Frame, lines: Sequence[Line]) -> None:
+    """Run lines in their order. Raises NodeError for the node that fails, by its name."""
+    ndarray, step = np.ndarray, None
+    try:
+        for call, single, several, free, step in lines:  # noqa: B007 - the step is read by the except
+            result = call()
+            if single < 0:
+                _spread(frame, several, result)
+            else:
+                frame[single] = result if type(result) is ndarray else _one(result)
+            for slot in free:
+                frame[slot] = None
+    except NodeError:
+        raise
+    except Exception as error:
+        if step is None:
+            raise
+        raise NodeError(f"node '{step.name}' ({step.operator.name}) failed: {_sentence(error)}") from error
+
+
 class Graph:
     """A graph or subgraph: call it with its inputs (as many as `inputs`), get the list of its outputs.
 
-    types: the declared type of each output; captured: slots of outer graphs that it reads.
+    types: the declared type of each output; captured: slots of outer graphs that it reads; lines: what a run executes,
+    one for each step unless a region has taken several.
     """
 
     def __init__(
@@ -70,32 +102,16 @@ class Graph:
 
     def watch(self, calls: Callable[[Step], Call]) -> None:
         """Run what `calls` gives for each step in the place of its call (a profile's way in)."""
-        self._program = tuple(
-            (calls(step), step.outputs[0] if len(step.outputs) == 1 else -1, step.outputs, step.free)
-            for step in self.steps
-        )
+        self.lines: Sequence[Line] = tuple(line(step, calls(step)) for step in self.steps)
 
     def __call__(self, *values: Any) -> list[Any]:
         """Run the steps. Raises NodeError for the node that fails, by its name."""
         if len(values) != len(self.inputs):
             raise RunError(f"its subgraph takes {len(self.inputs)} inputs, not {len(values)}")
-        frame, index, ndarray = self.frame, 0, np.ndarray
+        frame = self.frame
         for slot, value in zip(self.inputs, values, strict=True):
             frame[slot] = value
-        try:
-            for index, (call, single, several, free) in enumerate(self._program):  # noqa: B007 - read by the except
-                result = call()
-                if single < 0:
-                    _spread(frame, several, result)
-                else:
-                    frame[single] = result if type(result) is ndarray else _one(result)
-                for slot in free:
-                    frame[slot] = None
-        except NodeError:
-            raise
-        except Exception as error:
-            step = self.steps[index]
-            raise NodeError(f"node '{step.name}' ({step.operator.name}) failed: {_sentence(error)}") from error
+        execute(frame, self.lines)
         results = [frame[slot] for slot in self.outputs]
         for slot in self._emptied:
             frame[slot] = None

@@ -32,20 +32,21 @@ class Event:
 
 
 class Profile:
-    """Within `with`, a plan's steps are timed; afterwards its events can be summed or written."""
+    """Within `with`, a plan's steps are timed, one by one; afterwards its events can be summed or written."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.events: list[Event] = []
 
     def __enter__(self) -> Self:
+        self._lines = [graph.lines for graph in self.plan.graphs()]
         for graph in self.plan.graphs():
             graph.watch(self._timed)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for graph in self.plan.graphs():
-            graph.watch(lambda step: step.call)
+        for graph, lines in zip(self.plan.graphs(), self._lines, strict=True):
+            graph.lines = lines
 
     def costliest(self, count: int) -> list[dict[str, Any]]:
         """The kinds of step (operator, place, type and shape) that took longest, in milliseconds."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from lut4tool.runtime import backend
+from lut4tool.runtime import backend, regions
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.cache import Cache
 from lut4tool.runtime.dtypes import to_mx, to_numpy
@@ -46,6 +46,9 @@ class Runtime:
         tensors = base_dir if isinstance(base_dir, Tensors) else Tensors(base_dir)
         self.device = backend.device(device)
         self.plan = plan(proto, self.device, tensors)
+        with mx.stream(self.device):
+            if regions.wanted():
+                regions.install(self.plan)
         self._inputs = [describe(value) for value in self.plan.inputs]
         self._outputs = [describe(value) for value in self.plan.outputs]
         self._places = {output.name: index for index, output in enumerate(self._outputs)}

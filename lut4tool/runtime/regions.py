@@ -1,0 +1,293 @@
+"""Regions: consecutive steps that MLX compiles into one function (mx.compile) for shapes that come again.
+
+Only a run can tell which steps may be compiled: those that read no value of the device, whatever their types, shapes
+and attributes make them do. So the first run traces each step by itself. After it a region calls a function that was
+compiled for the shapes and host values it is given, and runs step by step where there is none. Host values, which are
+shapes and what is computed from them, are part of a function: shape arithmetic is done once.
+
+What keeps memory and compilations bounded: a function is compiled when its shapes come a second time, and the more
+were compiled, the more often they must come; KEPT functions stay. Where the shapes of a few steps change from run to
+run, as in a decoding loop, those between them become regions of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from lut4tool.runtime.backend import mx
+from lut4tool.runtime.binding import Frame
+from lut4tool.runtime.dtypes import on_host
+from lut4tool.runtime.graph import DROPPED, Line, Step, execute, line
+from lut4tool.runtime.plan import Plan
+
+SWITCH = "LUT4TOOL_COMPILE"
+#: Functions that a region keeps: the least recently used goes first.
+KEPT = 16
+#: Different inputs whose number of calls a region remembers.
+REMEMBERED = 64
+#: A host value of at most so many bytes may be part of a function.
+HOST_BYTES = 1024
+
+#: What runs other graphs, whose captured values are no inputs of the step, and what draws random numbers.
+_APART = {"If", "Loop", "Scan"}
+_RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"}
+
+_ARRAY: Any = object()
+
+#: The shape of each array that a region is given, and host values whole.
+Key = tuple[Any, ...]
+
+
+def wanted() -> bool:
+    """Whether regions are compiled on the current device: on a GPU, unless a switch says no."""
+    return not on_host() and os.environ.get(SWITCH, "1") != "0" and "MLX_DISABLE_COMPILE" not in os.environ
+
+
+def install(plan: Plan) -> None:
+    """Make regions of all steps of a plan that may be in one."""
+    dynamic = frozenset(plan.dynamic)
+    for graph in plan.graphs():
+        marks = [_may_be_compiled(plan, step) for step in graph.steps]
+        graph.lines = _grouped(graph.steps, marks, partial(_region, graph.frame, graph.steps, dynamic))
+
+
+def numbers(plan: Plan) -> dict[int, int]:
+    """The number of the region that each step is in, by the step's id; in the first run it may still fall apart."""
+    regions = [region for graph in plan.graphs() for region in _serving(graph.lines)]
+    return {id(step): number for number, region in enumerate(regions, 1) for step in region.steps}
+
+
+class Region:
+    """Consecutive steps of a graph. Calling it runs them on the graph's frame; an error names the node that failed.
+
+    dynamic: the slots of the frame that steps write; traced: all the steps are known to be ones that can be compiled.
+    """
+
+    def __init__(self, frame: Frame, steps: Sequence[Step], dynamic: frozenset[int], *, traced: bool = False) -> None:
+        self.steps = tuple(steps)
+        self.functions: OrderedDict[Key, _Function] = OrderedDict()
+        self.compilations = 0
+        #: What runs where no function does: the steps, or smaller regions.
+        self.lines: Sequence[Line] = [line(step) for step in self.steps]
+        #: Whether all its steps may be compiled; None before the first run.
+        self.whole = True if traced else None
+        self._frame, self._dynamic = frame, dynamic
+        written = {slot for step in self.steps for slot in step.outputs}
+        read = dict.fromkeys(slot for step in self.steps for slot in step.inputs if slot in dynamic)
+        freed = {slot for step in self.steps for slot in step.free}
+        self._inputs = tuple(slot for slot in read if slot not in written)
+        self._outputs = tuple(sorted(written - freed))
+        self._freed = tuple(sorted(freed - written))
+        self._calls: OrderedDict[Key, int] = OrderedDict()
+        self._misses = 0
+        self._parts: dict[tuple[int, int], Region] = {}
+        self._record: list[Key | None] = []
+
+    def __call__(self) -> tuple[()]:
+        """Run the steps; results are in the frame. Raises NodeError."""
+        if self.whole is None:
+            self._first_run()
+        elif not self.whole or not self._run_function():
+            self._run_lines()
+        return ()
+
+    # -- compiled
+
+    def _run_function(self) -> bool:
+        """Run a function for what is in the frame; False where there is none."""
+        values = [self._frame[slot] for slot in self._inputs]
+        key = _key(values)
+        if key is None:
+            return False
+        function = self.functions.get(key)
+        if function is not None:
+            self.functions.move_to_end(key)
+        elif self._comes_again(key):
+            function = _Function(self._frame, self.steps, self._inputs, self._outputs, values)
+        else:
+            return False
+        try:
+            results = function(values)
+        except Exception:  # noqa: BLE001 - step by step the same error, if it is one of the model, names its node
+            self._put(self._inputs, values)
+            self.whole = False
+            self.functions.clear()
+            return False
+        if key not in self.functions:
+            self._keep(key, function)
+        self._put(self._inputs, values)  # the tracing has moved them
+        for slot in self._freed:
+            self._frame[slot] = None
+        self._put(self._outputs, results)
+        return True
+
+    def _put(self, slots: Sequence[int], values: Sequence[Any]) -> None:
+        for slot, value in zip(slots, values, strict=True):
+            self._frame[slot] = value
+
+    def _comes_again(self, key: Key) -> bool:
+        count = self._calls.pop(key, 0) + 1
+        self._calls[key] = count
+        if len(self._calls) > REMEMBERED:
+            self._calls.popitem(last=False)
+        return count >= 2 + self.compilations // KEPT
+
+    def _keep(self, key: Key, function: _Function) -> None:
+        self.compilations += 1
+        self.functions[key] = function
+        self._calls.pop(key, None)
+        if len(self.functions) > KEPT:
+            self.functions.popitem(last=False)
+
+    # -- step by step
+
+    def _first_run(self) -> None:
+        """Run step by step, and find out which steps may be compiled."""
+        key = _key([self._frame[slot] for slot in self._inputs])
+        marks = []
+        for step in self.steps:
+            call, single, several, _, _ = line(step)
+            execute(self._frame, [(call, single, several, (), step)])
+            marks.append(_is_traceable(self._frame, step, self._dynamic))
+            for slot in step.free:
+                self._frame[slot] = None
+        self.whole = all(marks)
+        if self.whole and key is not None:
+            self._comes_again(key)
+        if not self.whole:
+            self.lines = _grouped(self.steps, marks, self._part)
+
+    def _run_lines(self) -> None:
+        """Run step by step, or in smaller regions; at the misses 2, 4, 8... look for those that could serve."""
+        self._misses += 1
+        again, next_again = (count & (count - 1) == 0 for count in (self._misses, self._misses + 1))
+        if not self.whole or not (again or next_again):
+            execute(self._frame, self.lines)
+            return
+        before, self._record = self._record, []
+        for step in self.steps:
+            self._record.append(_key([self._frame[slot] for slot in step.inputs if slot in self._dynamic]))
+            execute(self._frame, [line(step)])
+        if again and before:
+            marks = [now is not None and now == then for then, now in zip(before, self._record, strict=True)]
+            self.lines = _grouped(self.steps, marks, self._part)
+
+    def _part(self, start: int, stop: int) -> Region:
+        part = self._parts.get((start, stop))
+        if part is None:
+            part = self._parts[start, stop] = Region(self._frame, self.steps[start:stop], self._dynamic, traced=True)
+        return part
+
+
+class _Function:
+    """Steps compiled for inputs of the shapes, and with the host values, of `values`."""
+
+    def __init__(
+        self, frame: Frame, steps: Sequence[Step], inputs: Sequence[int], outputs: Sequence[int], values: Sequence[Any]
+    ) -> None:
+        self._arrays = [place for place, value in enumerate(values) if type(value) is mx.array]
+        slots = [inputs[place] for place in self._arrays]
+        hosts = [(slot, value) for slot, value in zip(inputs, values, strict=True) if type(value) is not mx.array]
+        results: list[Any] = [_ARRAY] * len(outputs)  # those on the host; the others are what the function returns
+        lines = [line(step) for step in steps]
+
+        def trace(*arrays: mx.array) -> list[mx.array]:  # called once a thread that runs the function
+            for slot, value in (*hosts, *zip(slots, arrays, strict=True)):
+                frame[slot] = value
+            try:
+                execute(frame, lines)
+                found = [frame[slot] for slot in outputs]
+            finally:
+                for step in steps:
+                    for slot in step.outputs:
+                        frame[slot] = None
+            results[:] = [_ARRAY if type(value) is mx.array else value for value in found]
+            return [value for value in found if type(value) is mx.array]
+
+        self._results = results
+        self._compiled = mx.compile(trace)
+
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
+        arrays = iter(self._compiled(*[values[place] for place in self._arrays]))
+        return [next(arrays) if value is _ARRAY else value for value in self._results]
+
+
+def _may_be_compiled(plan: Plan, step: Step) -> bool:
+    """Whether a step may be in a region as far as its operator tells."""
+    # Fused with others, a multiplication and an addition may become one: not where sums are compensated.
+    choice = plan.kernels.get(step.name)
+    return step.operator.name not in _APART | _RANDOM and (choice is None or choice.backend != "reference")
+
+
+def _grouped(steps: Sequence[Step], marks: Sequence[bool], region: Callable[[int, int], Region]) -> list[Line]:
+    """The lines of steps, each run of two or more that are marked as one region."""
+    lines, start = [], 0
+    while start < len(steps):
+        stop = start
+        while stop < len(steps) and marks[stop]:
+            stop += 1
+        if stop - start < 2:
+            lines.append(line(steps[start]))
+            start += 1
+        else:
+            lines.append((region(start, stop), -1, (), (), None))
+            start = stop
+    return lines
+
+
+def _region(frame: Frame, steps: Sequence[Step], dynamic: frozenset[int], start: int, stop: int) -> Region:
+    return Region(frame, steps[start:stop], dynamic)
+
+
+def _serving(lines: Sequence[Line]) -> Iterator[Region]:
+    """The regions that serve, or may: one that was never compiled as a whole gives way to those it has become."""
+    for call, *_ in lines:
+        if isinstance(call, Region):
+            parts = list(_serving(call.lines))
+            yield from ([call] if call.functions or (call.whole is not False and not parts) else parts)
+
+
+def _key(values: Sequence[Any]) -> Key | None:
+    """What tells whether a function fits: shapes of arrays (types never change), host values; None where none can."""
+    parts: list[Any] = []
+    for value in values:
+        if type(value) is mx.array:
+            parts.append(value.shape)
+        elif type(value) is np.ndarray and value.nbytes <= HOST_BYTES and not value.dtype.hasobject:
+            parts.append((value.dtype, value.shape, value.tobytes()))
+        elif value is None:
+            parts.append(None)
+        else:
+            return None
+    return tuple(parts)
+
+
+def _is_traceable(frame: Frame, step: Step, dynamic: frozenset[int]) -> bool:
+    """Whether a step that has just run, its inputs and results still in the frame, works on values yet to be known."""
+    slots = [slot for slot in dict.fromkeys(step.inputs) if slot in dynamic]
+    values = [frame[slot] for slot in (*slots, *step.outputs) if slot != DROPPED]
+    if not all(value is None or isinstance(value, mx.array | np.ndarray) for value in values):
+        return False
+    places = [slot for slot in slots if isinstance(frame[slot], mx.array)]
+    arrays = [frame[slot] for slot in places]
+
+    def trace(*given: mx.array) -> list[mx.array]:
+        for slot, value in zip(places, given, strict=True):
+            frame[slot] = value
+        result = step.call()
+        return [part for part in (result if isinstance(result, tuple) else (result,)) if isinstance(part, mx.array)]
+
+    try:
+        mx.compile(trace)(*arrays)
+    except Exception:  # noqa: BLE001 - whatever it is, the step has just run without it
+        return False
+    finally:
+        for slot, value in zip(places, arrays, strict=True):
+            frame[slot] = value
+    return True
