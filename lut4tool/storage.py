@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import math
 import mmap
 import os
+import re
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import BinaryIO
@@ -25,6 +28,13 @@ PROTO_LIMIT = (1 << 31) - 1
 
 #: Types that share bytes in raw data: TensorProto name -> bits an element.
 _SUB_BYTE = {"UINT4": 4, "INT4": 4, "FLOAT4E2M1": 4, "UINT2": 2, "INT2": 2, "FLOAT6E2M3": 6, "FLOAT6E3M2": 6}
+
+#: Names of our temporary files.
+_TEMPORARY = re.compile(r"\..{0,40}\.[0-9a-f]{12}\.lut4tool", re.DOTALL)
+#: Seconds that a folder is waited for, and between two looks at it.
+_PATIENCE, _PAUSE = 600.0, 0.05
+#: Bytes read at a time.
+_PIECE = 1 << 22
 
 PathLike = str | os.PathLike[str]
 
@@ -226,25 +236,67 @@ def write_atomic(path: PathLike, content: bytes | Callable[[BinaryIO], object]) 
 
     `content` is the bytes, or a function that writes them to the open file. On any error, Ctrl-C included, the
     temporary file is removed and what was at `path` stays. An old file's mode is kept; a new one's is the umask's.
-    Raises StorageError where the system refuses.
+    A link is followed. Raises StorageError where the system refuses.
     """
-    name = os.fspath(path)
+    name = os.path.realpath(path)
     try:
-        with temporary(name) as file:
+        with held(os.path.dirname(name)), temporary(name) as file:
             if callable(content):
                 content(file)
             else:
                 file.write(content)
             commit(file, name)
     except OSError as error:
-        raise StorageError(f"cannot write {name}: {reason(error)}") from error
+        raise StorageError(f"cannot write {os.fspath(path)}: {reason(error)}") from error
+
+
+@contextlib.contextmanager
+def held(folder: str) -> Iterator[bool]:
+    """Hold a folder: one lut4tool at a time places files in it, and removes what a killed one left there.
+
+    Yield whether the system can lock folders. Raises StorageError where another holds it for very long.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:  # missing, or one that may be written and not listed: what writes says so
+        yield False
+        return
+    try:
+        alone = _lock(handle, folder)
+        if alone:
+            _sweep(folder)
+        yield alone
+    finally:
+        os.close(handle)  # and so unlocked
+
+
+def _lock(handle: int, folder: str) -> bool:
+    """Lock a folder, in turn; return whether its file system can."""
+    for _ in range(int(_PATIENCE / _PAUSE)):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_PAUSE)
+        except OSError:
+            return False
+        else:
+            return True
+    raise StorageError(f"another process has been writing into {folder} for {_PATIENCE:.0f} seconds")
+
+
+def _sweep(folder: str) -> None:
+    """Remove temporary files that a killed process left: nobody else has any while the folder is held."""
+    for name in os.listdir(folder):
+        if _TEMPORARY.fullmatch(name):
+            with contextlib.suppress(OSError):  # another user's
+                os.unlink(os.path.join(folder, name))
 
 
 @contextlib.contextmanager
 def temporary(path: str) -> Iterator[BinaryIO]:
-    """Open a new file beside `path`; it is removed at the end unless `commit` gave it its name."""
+    """Open a new file beside `path`, whose folder is held; it is removed at the end unless `commit` named it."""
     folder, base = os.path.split(path)
-    name = os.path.join(folder, f".{base[:40]}.{secrets.token_hex(6)}.tmp")  # a name has at most 255 bytes
+    name = os.path.join(folder, f".{base[:40]}.{secrets.token_hex(6)}.lut4tool")  # a name has at most 255 bytes
     try:
         with open(name, "xb") as file:
             yield file
@@ -263,6 +315,27 @@ def commit(file: BinaryIO, path: str) -> None:
     _sync_folder(os.path.dirname(path) or ".")
 
 
+@contextlib.contextmanager
+def new_file(path: str) -> Iterator[BinaryIO]:
+    """Open a file that gets its name at the end, whole and durably; on any error nothing is left.
+
+    Raises FileExistsError where the name is taken: an existing file is never touched.
+    """
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+    with temporary(path) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+        try:
+            os.link(file.name, path)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without links
+            os.rename(file.name, path)
+        _sync_folder(os.path.dirname(path) or ".")
+
+
 def copy_new(source: PathLike, path: PathLike) -> None:
     """Copy a file to a new name by the kernel, durably, holes as holes; an existing file is never touched.
 
@@ -270,17 +343,32 @@ def copy_new(source: PathLike, path: PathLike) -> None:
     """
     target = os.fspath(path)
     try:
-        with open(source, "rb") as reader, open(target, "xb") as writer:
-            try:
-                _copy_bytes(reader, writer)
-                os.fsync(writer.fileno())
-            except BaseException:
-                os.unlink(target)
-                raise
+        with open(source, "rb") as reader, new_file(target) as writer:
+            before = _version(os.fstat(reader.fileno()))
+            _copy_bytes(reader, writer)
+            if _version(os.fstat(reader.fileno())) != before:
+                raise StorageError(f"{os.fspath(source)} changed while it was copied")
     except FileExistsError:
         raise
     except OSError as error:
         raise StorageError(f"cannot copy {os.fspath(source)} to {target}: {reason(error)}") from error
+
+
+def same_bytes(one: PathLike, other: PathLike) -> bool:
+    """Whether two regular files hold the same bytes."""
+    with open(one, "rb", buffering=0) as first, open(other, "rb", buffering=0) as second:
+        facts = os.fstat(first.fileno()), os.fstat(second.fileno())
+        if not all(stat.S_ISREG(fact.st_mode) for fact in facts) or facts[0].st_size != facts[1].st_size:
+            return False
+        while piece := first.read(_PIECE):
+            if piece != second.read(len(piece)):
+                return False
+    return True
+
+
+def _version(facts: os.stat_result) -> tuple[int, int]:
+    """What changes when a file's bytes do."""
+    return facts.st_size, facts.st_mtime_ns
 
 
 def size_text(size: int) -> str:
@@ -306,7 +394,7 @@ def _copy_bytes(reader: BinaryIO, writer: BinaryIO) -> None:
         reader.seek(done)
         writer.seek(done)
         while done < stop:
-            piece = reader.read(min(stop - done, 1 << 20))
+            piece = reader.read(min(stop - done, _PIECE))
             if not piece:
                 raise OSError(errno.EIO, "the file shrank while it was copied")
             writer.write(piece)
