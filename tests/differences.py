@@ -1,4 +1,4 @@
-"""Compares a rewritten model with its original: every difference but the eight permitted ones of DESIGN section 3.
+"""Compares a rewritten model with its original: every difference but the permitted ones of DESIGN section 3.
 
 It shares no code with the rewriter. Elements of repeated fields are compared by their deterministic bytes, in order.
 """
@@ -17,7 +17,9 @@ ATTRIBUTES = {
     "Lookup4MatMul": ["rows", "cols", "block_size", "perm", "high_nibble_first", "weight_dtype", "dtype"],
     "QMM": ["K", "N", "bits", "block_size", "weight_dtype", "dtype"],
 }
-REPLACED = ("MatMul", "Gemm", "MatMulBnb4", "MatMulNBits")
+REPLACED = ("MatMul", "Gemm", "FusedMatMul", "MatMulBnb4", "MatMulNBits")
+#: What may stand around a new node, for what a Gemm does besides the product.
+AROUND = ("Constant", "Transpose", "Mul", "Add")
 
 
 @dataclass
@@ -28,6 +30,7 @@ class Comparison:
     replaced: int = 0
     nodes_removed: int = 0
     initializers_removed: int = 0
+    tensors_added: int = 0
     functions_added: int = 0
     input_names_dropped: int = 0
 
@@ -100,7 +103,13 @@ def _compare_graph(
     used = uses(after)
     was_used = uses(before)
     orphaned = {tensor.name for tensor in before.initializer if tensor.name in was_used and tensor.name not in used}
-    kept = subsequence(before.initializer, after.initializer, f"{where}: initializer", result)
+    laid, known = _laid_out(after), {tensor.name for tensor in before.initializer}
+    new = [tensor for tensor in after.initializer if tensor.name in laid - known - _made(before)]
+    result.tensors_added += len(new)
+    if [raw(tensor) for tensor in new] != [raw(tensor) for tensor in list(after.initializer)[-len(new) :]] and new:
+        result.wrong.append(f"{where}: new initializers are not last")
+    rest = list(after.initializer)[: len(after.initializer) - len(new)]
+    kept = subsequence(before.initializer, rest, f"{where}: initializer", result)
     gone = {tensor.name for tensor, keep in zip(before.initializer, kept, strict=True) if not keep}
     result.initializers_removed += len(gone)
     result.wrong += [f"{where}: initializer '{name}' was removed and not orphaned" for name in sorted(gone - orphaned)]
@@ -118,9 +127,28 @@ def _compare_graph(
 def _compare_nodes(before: Any, after: Any, where: str, model: onnx.ModelProto | None, result: Comparison) -> set[str]:
     """Walk both node lists in step; return the values whose nodes were removed."""
     rest, removed = list(after.node), set()
+    if isinstance(after, onnx.FunctionProto):  # its new tensors are Constant nodes, which stand first
+        new = [
+            node for node in rest if node.op_type == "Constant" and node.output[0] in _laid_out(after) - _made(before)
+        ]
+        if rest[: len(new)] != new:
+            result.wrong.append(f"{where}: new Constant nodes are not first")
+        result.tensors_added += len(new)
+        rest = rest[len(new) :]
     live_before, live_after = uses(before), uses(after)
     position = 0
     for index, node in enumerate(before.node):
+        if span := _span(node, rest, position):
+            result.replaced += 1
+            product = rest[position + span.index(DOMAIN)]
+            same_fields(node, product, ("op_type", "domain", "input", "output", "attribute"), where, result)
+            if [attribute.name for attribute in product.attribute] != ATTRIBUTES[product.op_type]:
+                result.wrong.append(f"{where}: attributes {[attribute.name for attribute in product.attribute]}")
+            made = {name for one in rest[position : position + len(span)] for name in one.output} - set(node.output)
+            if made & (live_before | _made(before)):
+                result.wrong.append(f"{where}: values {made} were there before")
+            position += len(span)
+            continue
         there = rest[position] if position < len(rest) else None
         if there is not None and _same_node(node, there, f"{where}/{node.name or index}", model, result):
             position += 1
@@ -138,6 +166,36 @@ def _compare_nodes(before: Any, after: Any, where: str, model: onnx.ModelProto |
         if not outputs & live_after and outputs & live_before:
             result.wrong.append(f"{where}: node '{node.name}' became unused and was kept")
     return removed
+
+
+def _span(node: onnx.NodeProto, rest: Sequence[onnx.NodeProto], start: int) -> list[str]:
+    """Domains of the nodes that took a product's place, one of them ours; [] where it is not so, or one node did."""
+    if node.op_type not in REPLACED:
+        return []
+    domains: list[str] = []
+    for there in rest[start:]:
+        if there.domain != DOMAIN and there.op_type not in AROUND:
+            return []
+        domains.append(there.domain)
+        if there.output == node.output:
+            return domains if domains.count(DOMAIN) == 1 and len(domains) > 1 else []
+    return []
+
+
+def _laid_out(body: Any) -> set[str]:
+    """What our nodes read beside X, subgraphs included."""
+    names = set()
+    for node in body.node:
+        names |= set(node.input[1:]) if node.domain == DOMAIN else set()
+        for attribute in node.attribute:
+            for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                names |= _laid_out(graph)
+    return names
+
+
+def _made(body: Any) -> set[str]:
+    """Values that the nodes of a body make."""
+    return {name for node in body.node for name in node.output}
 
 
 def _same_node(

@@ -200,11 +200,6 @@ def hidden(model: onnx.ModelProto) -> None:
     find_node(model, "dec/Loop").attribute[0].g.initializer.append(make_tensor("dec/packed", np.zeros(32, np.uint8)))
 
 
-def gemm(model: onnx.ModelProto) -> None:
-    """Make the product a Gemm."""
-    find_node(model, "dec/MatMul").op_type = "Gemm"
-
-
 def on_the_left(model: onnx.ModelProto) -> None:
     """Swap the product's operands."""
     node = find_node(model, "dec/MatMul")
@@ -400,7 +395,6 @@ OPERATORS = [
            (inputs("Mul", "Gather", "dec/scales"),)),
     Mutant("unpacked codes", "Cast, not Reshape",
            (inputs("Gather", "dec/codebook", "Cast"),), later=True),
-    Mutant("gemm", "Gemm, not MatMul", (gemm,), later=True),
     Mutant("left", "the weight is on the left of MatMul", (on_the_left,), later=True),
     Mutant("absolute value", "Abs, not Reshape", (before("MatMul", 1, "Abs"),)),
     Mutant("slice cut off", "Reshape, not Slice", (inputs("ToMatrix", "Flatten", "dec/shape"),)),
@@ -418,6 +412,8 @@ WALK = [
     Mutant("attribute of another type", "Mod with fmod of another type than INT", (attribute("Mod", fmod=0.0),)),
     Mutant("perm of another type", "perm of another type than INTS", (attribute("Transpose", perm=1),),
            {"perm": "written"}),
+    Mutant("gemm attribute", "Gemm with unknown attribute 'kind'",
+           (operator("MatMul", "Gemm"), attribute("MatMul", kind=1))),
     Mutant("two axes written", "Concat with attribute 'axis' written twice",
            (written("Concat", helper.make_attribute("axis", 0)),)),
     Mutant("attribute reference", "Mod with fmod taken from the function's attribute 'fmod'",

@@ -12,8 +12,10 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from build import Built, Chain, build, build_calls, build_many, find_node, inject_chain, make_tensor, spell, value_of
-from lut4tool.formats import FLOAT_DTYPES, Lookup4Weight, decode
+from lut4tool.formats import FLOAT_DTYPES, decode
 from lut4tool.recognize import Proof, recognize
+from lut4tool.recognize.layout import Layout
+from lut4tool.storage import Tensors
 
 INSIDE = {"literals": "constant", "leaves": "constant"}
 FORMAL = {"literals": "constant", "leaves": "initializer initializer constant", "hold": "packed"}
@@ -22,14 +24,7 @@ FORMAL = {"literals": "constant", "leaves": "initializer initializer constant", 
 def matrix_of(proof: Proof) -> np.ndarray:
     """The matrix [K, N] that a proof says the product multiplies by."""
     facts: Any = proof.attributes
-    weight = Lookup4Weight(
-        **{role: numpy_helper.to_array(tensor) for role, tensor in proof.tensors.items()},
-        rows=facts["rows"],
-        cols=facts["cols"],
-        block_size=facts["block_size"],
-        perm=tuple(facts["perm"]),
-        weight_dtype={1: "float32", 10: "float16", 16: "bfloat16"}[facts["weight_dtype"]],
-    )
+    weight: Any = Layout(proof, Tensors(None)).weight()
     dtype = FLOAT_DTYPES[{1: "float32", 10: "float16", 16: "bfloat16"}[facts["dtype"]]]
     return decode(weight).astype(dtype).transpose(weight.perm)
 
@@ -233,8 +228,8 @@ def test_function(place: str, spelling: dict[str, str]) -> None:
 def test_function_called_with_several_weights(depth: int) -> None:
     built = build_calls(3, depth=depth)
     proof = only_proof(built)
-    assert proof.tensors["packed"].name == "main/0/dec/packed"
-    assert proof.tensors["scales"].name == "main/0/dec/scales"
+    assert proof.tensor("packed").name == "main/0/dec/packed"
+    assert proof.tensor("scales").name == "main/0/dec/scales"
     assert same_bits(matrix_of(proof), built.oracle)
 
 
@@ -277,7 +272,7 @@ def test_primal_and_adjoint_share_packed_not_a_chain() -> None:
     adjoint = replace(primal, perm="written", prefix="adj/", leaf_prefix="dec/")
     built = build_many([primal, adjoint])
     first, second = recognize(built.model).proofs
-    assert first.tensors["packed"] is second.tensors["packed"]
+    assert first.tensor("packed") is second.tensor("packed")
     assert first.key != second.key
     for proof, part in zip((first, second), built.parts, strict=True):
         assert same_bits(matrix_of(proof), part.oracle)
@@ -310,7 +305,7 @@ def test_weights_are_not_read() -> None:
             tensor.ClearField("raw_data")
             tensor.data_location = TensorProto.EXTERNAL
             tensor.external_data.add(key="location", value="nowhere.data")
-    assert only_proof(built).tensors["packed"].data_location == TensorProto.EXTERNAL
+    assert only_proof(built).tensor("packed").data_location == TensorProto.EXTERNAL
 
 
 def test_the_proof_holds_the_chain_in_topological_order() -> None:
@@ -321,7 +316,7 @@ def test_the_proof_holds_the_chain_in_topological_order() -> None:
         assert known.issuperset(node.input)
         known.update(node.output)
     assert proof.weight in known
-    assert proof.product.op_type == "Mul"
+    assert proof.cut.output == "dec/Mul_out"
     assert len({id(node) for node in proof.chain}) == len(proof.chain)
 
 

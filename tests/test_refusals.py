@@ -119,7 +119,7 @@ LISTED = {
                         [FLOATS, make_tensor("at", np.arange(10))], "Gather, not Reshape, at node 'pick'"),
     "int8 Gemm": ([helper.make_node("DequantizeLinear", ["q", "by"], ["weight"], "dequantize"),
                    helper.make_node("Gemm", ["y", "weight"], ["z"], "product")],
-                  [INTEGERS, make_tensor("by", np.float32(1))], "Gemm, not MatMul, at node 'product'"),
+                  [INTEGERS, make_tensor("by", np.float32(1))], "DequantizeLinear, not Reshape, at node 'dequantize'"),
 }  # fmt: skip
 
 

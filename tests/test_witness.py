@@ -69,10 +69,8 @@ def test_verify_compares_every_block_of_a_large_weight() -> None:
 def test_sampled_blocks_hold_the_first_the_last_and_a_row_crossing_one(monkeypatch: pytest.MonkeyPatch) -> None:
     _, proof = proof_of(**LARGE)
     seen: list[int] = []
-    real = module._products
-    monkeypatch.setattr(
-        module, "_products", lambda weight, blocks, size: seen.extend(blocks) or real(weight, blocks, size)
-    )
+    real = module._decoded
+    monkeypatch.setattr(module, "_decoded", lambda layout, units: seen.extend(units) or real(layout, units))
     check(proof, TENSORS)
     last = -(-1030 * 1030 // 64) - 1
     assert {0, last} <= set(seen)
@@ -84,7 +82,7 @@ def test_sampled_blocks_hold_the_first_the_last_and_a_row_crossing_one(monkeypat
 def test_a_long_block_is_run_in_pieces(literals: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     longest = []
     run = module._run
-    monkeypatch.setattr(module, "_run", lambda *given: longest.append(given[2].size) or run(*given))
+    monkeypatch.setattr(module, "_run", lambda *given: longest.append(given[2]["dec/packed"].size) or run(*given))
     spelling: dict[str, Any] = {**LARGE, "block": block, "literals": literals, "identities": ("Gather",)}
     _, proof = proof_of(**spelling)
     assert check(proof, TENSORS).compared in range(1, 20 * math.gcd(block, 4096))
@@ -98,7 +96,7 @@ def test_padding_past_the_weight_is_not_run(monkeypatch: pytest.MonkeyPatch) -> 
     """A weight of 15 elements in a block of 2^23: memory follows the weight, not the block."""
     sizes = []
     run = module._run
-    monkeypatch.setattr(module, "_run", lambda *given: sizes.append(given[2].size) or run(*given))
+    monkeypatch.setattr(module, "_run", lambda *given: sizes.append(given[2]["dec/packed"].size) or run(*given))
     witness = check(proof_of(rows=3, cols=5, block=1 << 23)[1], TENSORS)
     assert (witness.compared, witness.elements) == (15, 15)
     assert sizes == [2048]
@@ -147,7 +145,7 @@ def fail_chain(model: onnx.ModelProto, proof: Proof) -> Proof:
 
 
 def other_scales(model: onnx.ModelProto, proof: Proof) -> Proof:
-    scales = numpy_helper.to_array(proof.tensors["scales"])
+    scales = numpy_helper.to_array(proof.tensor("scales"))
     inexact = make_tensor("", np.nextafter(scales, np.float32(9)))
     chain = [onnx.helper.make_node("Constant", [], ["nudged"], value=inexact), *proof.chain]
     find_node(model, "dec/UnsqueezeScales").input[0] = "nudged"
@@ -206,20 +204,20 @@ def test_a_wrong_type_is_caught() -> None:
 def test_only_verify_sees_one_wrong_block() -> None:
     """A block that no sample meets differs: the sample passes, and every block does not."""
     _, proof = proof_of(**LARGE)
-    real, seen = module._products, set()
+    real, seen = module._decoded, set()
 
-    def nudged(weight: Any, blocks: np.ndarray, size: int) -> np.ndarray:
-        seen.update(blocks.tolist())
-        return real(weight, blocks, size) + (blocks == 777)[:, None].astype(np.float32)
+    def nudged(layout: Any, units: np.ndarray) -> np.ndarray:
+        seen.update(units.tolist())
+        return real(layout, units) + np.repeat(units == 777, 64).astype(np.float32)
 
-    module._products = nudged
+    module._decoded = nudged
     try:
         check(proof, TENSORS)
         assert 777 not in seen
         with pytest.raises(WitnessMismatch, match="64 of"):
             check(proof, TENSORS, full=True)
     finally:
-        module._products = real
+        module._decoded = real
 
 
 def test_missing_external_data_is_a_storage_error() -> None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import onnx
 
 from lut4tool.recognize import chains
+from lut4tool.recognize.products import operands
 from lut4tool.recognize.proof import Proof, Refusal, Report, Site, Witness
-from lut4tool.recognize.walk import VENDOR, Place, Refuse, Value, Walk, check, worth_a_walk
+from lut4tool.recognize.walk import VENDOR, Place, Refuse, Value, Walk, worth_a_walk
 
 __all__ = ["Proof", "Refusal", "Report", "Site", "Witness", "recognize"]
 
@@ -24,7 +25,7 @@ def recognize(model: onnx.ModelProto, vendor: bool = False) -> Report:
     if not worth_a_walk(model, vendor):
         return Report((), ())
     walk = Walk(model, vendor)
-    known: dict[Value, Proof | Refuse] = {}
+    known: dict[tuple[Value, bool], Proof | Refuse] = {}
     proofs, refusals = [], []
     for site in walk.products:
         try:
@@ -41,24 +42,22 @@ def _decoded(walk: Walk, site: Place) -> list[bool]:
     return [operand is not None and walk.decoded(operand) for operand in operands]
 
 
-def _prove(walk: Walk, site: Place, known: dict[Value, Proof | Refuse]) -> Proof:
+def _prove(walk: Walk, site: Place, known: dict[tuple[Value, bool], Proof | Refuse]) -> Proof:
     """The proof of one product; `known` is shared by those that share a weight. Raises Refuse."""
     node = site.node
     site.require(node.domain != VENDOR, f"{node.op_type} of {VENDOR}, not a chain of standard operators")
-    site.require(node.op_type == "MatMul", f"{node.op_type}, not MatMul")
-    site.require(walk.is_standard(node, "MatMul"), "MatMul is a function of this model, not ONNX's")
-    check(site)
-    walk.find(site.scope, node.input[0], site)
-    weight = walk.source(walk.find(site.scope, node.input[1], site), site)
-    if weight not in known:
+    product, weight, flipped = operands(walk, site)
+    if (weight, flipped) not in known:
         try:
-            known[weight] = chains.canonical(walk, site, weight)
+            known[weight, flipped] = chains.prove(walk, site, weight, flipped)
         except Refuse as refuse:
-            known[weight] = refuse.with_traceback(None)  # or it would keep the walk alive
-    found = known[weight]
+            known[weight, flipped] = refuse.with_traceback(None)  # or it would keep the walk alive
+    found = known[weight, flipped]
     if isinstance(found, Refuse):
-        site.require(_decoded(walk, site) != [True, False], "the weight is on the left of MatMul, not on its right")
+        site.require(
+            _decoded(walk, site) != [True, False], f"the weight is on the left of {node.op_type}, not on its right"
+        )
         raise found
     for name in found.inputs[1:]:
         walk.find(site.scope, name, site)
-    return replace(found, site=site.site, inputs=(node.input[0], *found.inputs[1:]))
+    return replace(found, site=site.site, product=product)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import onnx
+
+from lut4tool import storage
+from lut4tool.recognize.layout import Cut, Laid
 
 #: One step into a subgraph: (index of the node, index of its graph attribute; a name could be written twice).
 Step = tuple[int, int]
@@ -22,43 +25,91 @@ class Site:
     index: int  # of the node in its graph or function
 
 
+@dataclass(frozen=True)
+class Product:
+    """What the site computes: Y = alpha * (X @ W) + beta * bias, X and Y transposed where W stood on the left.
+
+    x, bias: value names that are visible at the site; bias is "" where there is none.
+    """
+
+    x: str
+    alpha: float = 1.0
+    bias: str = ""
+    beta: float = 1.0
+    transpose_x: bool = False
+    transpose_y: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Proof:
     """One product whose weight is a proved 4-bit chain: all that a rewrite and a witness need.
 
-    inputs: value names of the node that will replace it, all visible at the site: (x, packed, scales, codebook).
-    attributes: of that node, all of them (formats.Lookup4Weight.attributes).
-    tensors: the constants of "packed", "scales" and "codebook" (for a function's formal input, those of its first
-        call site); external data is not read.
+    product: what stands around the weight.
+    attributes: of the node that will replace the site, all of them (formats.lookup4_attributes, QmmWeight).
+    roles: its inputs after X, in order: packed, scales and codebook, or packed, scales and zero_points. Each is the
+        name of a source that serves as it is, or what is laid out anew.
+    sources: the constants that the chain reads as data, by the name that it reads (for a function's formal input, that
+        of its first call site); external data is not read.
     literals: the chain's other initializers, by name.
     weight: name of the chain's last value, which the product reads (through Identity nodes or not).
-    chain: the producer's nodes from the constants to `weight`, in topological order; they read packed, scales and
-        codebook under the names in `inputs`. Sites that share a weight share this tuple: see `key`.
-    product: the node up to whose output blocks are independent (the Mul by the scales).
+    flipped: the product reads it transposed (Gemm's transB).
+    chain: the nodes from the constants to `weight`, in topological order: the producer's, or for a vendor's operator
+        standard nodes that say what it means. Sites that share a weight share this tuple: see `key`.
+    cut: how a large weight is cut into independent units (None: it cannot be, and is run whole).
     """
 
     site: Site
     op: str
-    chain_name: str  # the function of chains.py that proved it
+    chain_name: str  # the function that proved it
     rows: int
     cols: int
     block_size: int
     weight_dtype: str
     dtype: str
-    inputs: tuple[str, ...]
+    product: Product
     attributes: Mapping[str, int | list[int]]
-    tensors: Mapping[str, onnx.TensorProto] = field(repr=False)
+    roles: Mapping[str, str | Laid]
+    sources: Mapping[str, onnx.TensorProto] = field(repr=False)
     literals: Mapping[str, onnx.TensorProto] = field(repr=False)
     weight: str
     chain: tuple[onnx.NodeProto, ...] = field(repr=False)
-    product: onnx.NodeProto = field(repr=False)
+    cut: Cut | None
     opset: int
-    kept: bool = True  # the producer's bytes serve as they are
+    flipped: bool = False
 
     @property
     def key(self) -> int:
         """Equal for the proofs of a report that share one weight: what a witness says of one holds for all."""
         return id(self.chain)
+
+    @property
+    def kept(self) -> bool:
+        """Whether the packed bytes serve as they are."""
+        return isinstance(self.roles["packed"], str)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values that the new node reads of the model as it is: X, and the sources kept."""
+        return (self.product.x, *(held for held in self.roles.values() if isinstance(held, str)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that the new node holds of its weight."""
+        return sum(storage.nbytes(self.tensor(role)) for role in self.roles)
+
+    def tensor(self, role: str) -> onnx.TensorProto:
+        """What the new node holds as `role`; of a tensor that is laid out anew, its type and dims alone."""
+        held = self.roles[role]
+        if isinstance(held, str):
+            return self.sources[held]
+        return onnx.TensorProto(name=f"{self.op}/{role}", data_type=held.data_type, dims=held.shape)
+
+    def tensor_key(self, role: str) -> tuple[Hashable, ...]:
+        """Equal for roles that one tensor can serve."""
+        held = self.roles[role]
+        if isinstance(held, str):
+            return (id(self.sources[held]),)
+        return (held.make, held.settings, held.data_type, *(id(self.sources[name]) for name in held.sources))
 
     def to_json(self) -> dict[str, Any]:
         """The facts of DESIGN section 7, for rewrite's and inspect's reports."""

@@ -59,7 +59,7 @@ def summarize(path: Path) -> Summary:
         dict(_operators(model).most_common()),
         path.stat().st_size,
         sum(map(nbytes, external)),
-        sum(nbytes(proof.tensors[name]) for proof in distinct for name in ("packed", "scales", "codebook")),
+        sum(proof.nbytes for proof in distinct),
         sum(4 * proof.rows * proof.cols for proof in distinct),
         advise(model, report),
     )
@@ -112,7 +112,7 @@ def _float_products(model: onnx.ModelProto) -> int:
 
 def distinct_weights(proofs: tuple[Proof, ...]) -> list[Proof]:
     """One proof a packed weight: several products may share it."""
-    return list({id(proof.tensors["packed"]): proof for proof in reversed(proofs)}.values())[::-1]
+    return list({proof.tensor_key("packed"): proof for proof in reversed(proofs)}.values())[::-1]
 
 
 def _all_nodes(nodes: Any) -> Iterator[onnx.NodeProto]:

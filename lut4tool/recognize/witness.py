@@ -1,10 +1,8 @@
-"""The witness: the producer's own nodes are run on the real bytes, and must give what the proof says, bit for bit."""
+"""The witness: a chain's own nodes are run on the real bytes, and must give what the new node decodes, bit for bit."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,139 +12,104 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from lut4tool import native
 from lut4tool.errors import Lut4Error
 from lut4tool.formats import DTYPE_NAME, FLOAT_DTYPES, Lookup4Weight
+from lut4tool.recognize.layout import Cut, Layout
 from lut4tool.recognize.proof import Proof, Witness
 from lut4tool.storage import Tensors
 
-#: Up to so many elements the whole chain is run; of more, sampled blocks.
+#: Up to so many elements the whole chain is run; of more, sampled units.
 WHOLE_ELEMENTS = 1 << 20
 _SAMPLES = 16
-#: Elements run at a time where every block is compared: onnx.reference's int64 temporaries stay near 20 MB.
+#: Elements run at a time where every unit is compared: onnx.reference's int64 temporaries stay near 20 MB.
 _CHUNK_ELEMENTS = 1 << 18
-#: A longer block than that is run in pieces of at most so many elements, all with its scale.
-_PIECE_ELEMENTS = 1 << 12
 
 Progress = Callable[[str, int, int], None]
 
 
 class WitnessMismatch(Lut4Error):  # noqa: N818 - the command line's exit 4, not a fault of the user's input
-    """The producer's nodes gave something else than a proof says: a fault in lut4tool, so nothing is rewritten."""
+    """The chain's nodes gave something else than a proof says: a fault in lut4tool, so nothing is rewritten."""
 
 
 def check(proof: Proof, tensors: Tensors, *, full: bool = False, progress: Progress | None = None) -> Witness:
     """Run the proved chain in onnx.reference on its real constants and compare with lut4tool's decode, bit for bit.
 
-    At most 2^20 elements: the whole chain, casts and Transpose included. More: the nodes up to the product by the
-    scales, on the first, the last, a row-crossing and 16 random blocks (`full`: on every block, streamed); what comes
-    after them is proved from literals. Blocks past 2^18 elements are run in pieces: the literal of the Reshape to
-    blocks, proved too, says a piece's size then. A NaN equals a NaN. For a function's formal inputs, the first call's
-    constants.
+    Decoded is what the new node will hold: the bytes as they are laid out, where they are laid out anew.
+    At most 2^20 elements: the whole chain, casts and Transpose included. More: the first, the last, a row-crossing and
+    16 random units of proof.cut (`full`: every unit, streamed); what comes after Cut.output is proved from literals.
+    A NaN equals a NaN. For a function's formal inputs, the first call's constants.
     progress: called now and then with (what, elements done, elements).
-    Raises WitnessMismatch, and StorageError where the constants cannot be read.
+    Raises WitnessMismatch, LayoutError, and StorageError where the constants cannot be read.
     """
-    weight = _weight(proof, tensors)
+    layout, cut = Layout(proof, tensors), proof.cut
     elements = proof.rows * proof.cols
-    if elements <= WHOLE_ELEMENTS and weight.blocks * weight.block_size <= 2 * WHOLE_ELEMENTS:
-        evaluator = _evaluator(proof, proof.weight)
-        _compare(proof, _run(proof, evaluator, weight.packed, weight.scales, weight), _decoded(proof, weight))
+    padded = -(-elements // proof.block_size) * proof.block_size
+    if cut is None or (elements <= WHOLE_ELEMENTS and padded <= 2 * WHOLE_ELEMENTS):
+        _compare(proof, _run(proof, _evaluator(proof, proof.weight), layout.arrays), _decoded(layout))
         return Witness(elements, elements)
-    cut = weight.block_size > _CHUNK_ELEMENTS and len(set(proof.inputs[1:])) == 3
-    size = math.gcd(weight.block_size, _PIECE_ELEMENTS) if cut else weight.block_size
-    evaluator, compared = _evaluator(_in_pieces(proof, size) if cut else proof, proof.product.output[0]), 0
-    for blocks in _chunks(proof, weight, size, full):
-        part = _part(weight, blocks, size)
-        products = _run(proof, evaluator, part.packed, part.scales, weight)
-        _compare(proof, products, _products(weight, blocks, size))
-        compared += sum(min((int(block) + 1) * size, elements) - int(block) * size for block in blocks)
+    folded = {value: _run(proof, _evaluator(proof, value), layout.arrays) for value in cut.folded}
+    for value, role in cut.folded.items():
+        held = layout.role(role).reshape(-1)
+        _compare(proof, folded[value].reshape(-1), held, held.size)
+    evaluator, compared = _evaluator(proof, cut.output, cut), 0
+    for units in _chunks(proof, cut, full):
+        found = _run(proof, evaluator, layout.cut({**layout.arrays, **folded}, units))
+        done = min((int(units[-1]) + 1) * cut.size, elements) - (int(units[-1]) - len(units) + 1) * cut.size
+        _compare(proof, found, _decoded(layout, units), done)
+        compared += done
         if progress:
             progress("checking weights", compared, elements)
     return Witness(compared, elements)
 
 
-def _weight(proof: Proof, tensors: Tensors) -> Lookup4Weight:
-    """The proved weight with its real constants, as the attributes of the new node describe it."""
-    arrays = {role: tensors.array(tensor) for role, tensor in proof.tensors.items()}
+def _decoded(layout: Layout, units: np.ndarray | None = None) -> np.ndarray:
+    """The chain's value, in its type and shape, decoded by lut4tool from what the new node will hold.
+
+    Of some units: the weight's rows, or where the chain is run to an earlier value the flat elements.
+    """
+    proof, weight = layout.proof, layout.weight(units)
     facts: Mapping[str, Any] = proof.attributes
-    return Lookup4Weight(
-        **arrays,
-        rows=facts["rows"],
-        cols=facts["cols"],
-        block_size=facts["block_size"],
-        perm=tuple(facts["perm"]),
-        high_nibble_first=bool(facts["high_nibble_first"]),
-        weight_dtype=DTYPE_NAME[facts["weight_dtype"]],
-    )
-
-
-def _decoded(proof: Proof, weight: Lookup4Weight) -> np.ndarray:
-    """The matrix that the product multiplies by, in its type, decoded by lut4tool."""
-    flat = native.decode_elements(weight, 0, weight.rows * weight.cols)
-    facts: Mapping[str, Any] = proof.attributes
-    dtype = FLOAT_DTYPES[DTYPE_NAME[facts["dtype"]]]
-    return flat.reshape(weight.rows, weight.cols).astype(dtype, copy=False).transpose(weight.perm)
-
-
-def _part(weight: Lookup4Weight, blocks: np.ndarray, size: int) -> Lookup4Weight:
-    """Some blocks of a weight, or pieces of `size` elements, as a float32 weight of a row each."""
-    return replace(
-        weight,
-        packed=weight.packed.reshape(-1, size // 2)[blocks].reshape(-1),
-        scales=weight.scales[blocks * size // weight.block_size],
-        rows=len(blocks),
-        cols=size,
-        block_size=size,
-        weight_dtype="float32",
-    )
-
-
-def _products(weight: Lookup4Weight, blocks: np.ndarray, size: int) -> np.ndarray:
-    """Entries times scales of the same blocks or pieces, float32 [blocks, size], decoded by lut4tool."""
-    return native.decode_elements(_part(weight, blocks, size), 0, len(blocks) * size).reshape(-1, size)
-
-
-def _in_pieces(proof: Proof, size: int) -> Proof:
-    """The proof whose chain's literal [-1, block], the shape of the Reshape to blocks, says [-1, size]."""
-    before, after = [-1, proof.block_size], numpy_helper.from_array(np.array([-1, size]))
-
-    def is_shape(tensor: TensorProto) -> bool:
-        return tensor.data_type == TensorProto.INT64 and numpy_helper.to_array(tensor).tolist() == before
-
-    chain = []
-    for node in proof.chain:
-        held = node.attribute[0] if node.op_type == "Constant" else None
-        if held is not None and (list(held.ints) == before or (held.HasField("t") and is_shape(held.t))):
-            node = helper.make_node("Constant", [], node.output, node.name, value=after)
-        chain.append(node)
-    literals = {name: after if is_shape(tensor) else tensor for name, tensor in proof.literals.items()}
-    return replace(proof, chain=tuple(chain), literals=literals)
-
-
-def _chunks(proof: Proof, weight: Lookup4Weight, size: int, full: bool) -> Iterator[np.ndarray]:
-    """Indices of the blocks (or pieces) of `size` elements to compare, a bounded number at a time."""
-    count = -(-weight.rows * weight.cols // size)
-    if len(set(proof.inputs[1:])) < 3:  # one tensor serves as scales and codebook: it cannot be cut
-        yield np.arange(count)
-    elif full:
-        step = max(1, _CHUNK_ELEMENTS // size)
-        for start in range(0, count, step):
-            yield np.arange(start, min(start + step, count))
+    if isinstance(weight, Lookup4Weight):
+        flat = native.decode_elements(weight, 0, weight.rows * weight.cols)
+        if units is not None and proof.cut is not None and proof.cut.output != proof.weight:
+            return flat
+        matrix = flat.reshape(weight.rows, weight.cols).transpose(weight.perm)
     else:
-        crossing = weight.cols // size  # row 1 begins in this block
-        drawn = np.random.default_rng(0).integers(0, count, _SAMPLES)
-        yield np.unique([0, crossing, count - 1, *drawn])
+        matrix = native.decode_qmm(weight).T
+    matrix = matrix.astype(FLOAT_DTYPES[DTYPE_NAME[facts["dtype"]]], copy=False)
+    return matrix.T if proof.flipped else matrix
 
 
-def _evaluator(proof: Proof, output: str) -> Any:
-    """onnx.reference on the chain's nodes up to one value; packed, scales and codebook are its inputs."""
+def _chunks(proof: Proof, cut: Cut, full: bool) -> Iterator[np.ndarray]:
+    """Indices of the units to compare, a bounded number at a time."""
+    if full:
+        step = max(1, _CHUNK_ELEMENTS // cut.size)
+        for start in range(0, cut.count, step):
+            yield np.arange(start, min(start + step, cut.count))
+        return
+    crossing = min(proof.cols // cut.size, cut.count - 1)  # row 1 begins in this block
+    samples = min(_SAMPLES, WHOLE_ELEMENTS // cut.size)
+    yield np.unique([0, crossing, cut.count - 1, *np.random.default_rng(0).integers(0, cut.count, samples)])
+
+
+def _evaluator(proof: Proof, output: str, cut: Cut | None = None) -> Any:
+    """onnx.reference on the chain's nodes up to one value, for sources whole or cut; sources are its inputs."""
     from onnx.reference import ReferenceEvaluator
 
+    given = {*proof.sources, *(cut.folded if cut else ())}
+    shapes = cut.shapes if cut else {}
     wanted, nodes = {output}, []
     for node in reversed(proof.chain):
-        if wanted.intersection(node.output):
+        if wanted.intersection(node.output) and not given.issuperset(node.output):
+            node = _standard(node)
+            if node.output[0] in shapes:
+                node.input[1] = f"{node.output[0]}: shape"
             wanted.update(node.input)
-            nodes.append(_standard(node))
+            nodes.append(node)
     literals = [_named(tensor, name) for name, tensor in proof.literals.items() if name in wanted]
-    inputs = [helper.make_tensor_value_info(name, TensorProto.UNDEFINED, None) for name in set(proof.inputs[1:])]
-    graph = helper.make_graph(nodes[::-1], "chain", inputs, [onnx.ValueInfoProto(name=output)], literals)
+    targets = [numpy_helper.from_array(np.array(shape, np.int64), f"{name}: shape") for name, shape in shapes.items()]
+    inputs = [
+        helper.make_tensor_value_info(name, TensorProto.UNDEFINED, None) for name in sorted(given) if name in wanted
+    ]
+    graph = helper.make_graph(nodes[::-1], "chain", inputs, [onnx.ValueInfoProto(name=output)], literals + targets)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", proof.opset)])
     try:
         return ReferenceEvaluator(model)
@@ -154,18 +117,22 @@ def _evaluator(proof: Proof, output: str) -> Any:
         raise WitnessMismatch(f"the chain of '{proof.site.name}' cannot be run in onnx.reference: {error}") from error
 
 
-def _run(proof: Proof, evaluator: Any, packed: np.ndarray, scales: np.ndarray, weight: Lookup4Weight) -> np.ndarray:
-    feeds = dict(zip(proof.inputs[1:], (packed, scales, weight.codebook), strict=True))
+def _run(proof: Proof, evaluator: Any, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     try:
         with np.errstate(all="ignore"):  # Inf * 0 and overflow are the producer's values
-            return np.asarray(evaluator.run(None, feeds)[0])
+            return np.asarray(evaluator.run(None, {name: arrays[name] for name in evaluator.input_names})[0])
     except Exception as error:
         raise WitnessMismatch(f"the chain of '{proof.site.name}' fails in onnx.reference: {error}") from error
 
 
-def _compare(proof: Proof, found: np.ndarray, expected: np.ndarray) -> None:
-    """Raise WitnessMismatch unless type, shape and bits are equal, a NaN for a NaN."""
+def _compare(proof: Proof, found: np.ndarray, expected: np.ndarray, least: int = 0) -> None:
+    """Raise WitnessMismatch unless type, shape and bits are equal, a NaN for a NaN.
+
+    least: flat elements that must be there, in any shape; the padding after them may be missing.
+    """
     name = proof.site.name
+    if expected.ndim == 1 and least <= found.size <= expected.size:
+        found, expected = found.reshape(-1), expected[: found.size]
     if found.dtype != expected.dtype or found.shape != expected.shape:
         raise WitnessMismatch(
             f"the weight of '{name}' is {found.dtype} {list(found.shape)} in onnx.reference, "

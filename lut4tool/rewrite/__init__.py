@@ -15,9 +15,9 @@ from lut4tool.recognize.proof import Proof, Refusal, Report, Witness
 from lut4tool.recognize.summary import advise, distinct_weights
 from lut4tool.rewrite.drawing import Surroundings, surroundings
 from lut4tool.rewrite.edit import RewriteError, apply
-from lut4tool.rewrite.save import Progress, check_target, serialized
+from lut4tool.rewrite.save import Progress, check_target, fill, laid_out, point_out, serialized
 from lut4tool.rewrite.save import save as save_model
-from lut4tool.storage import PathLike, Tensors, nbytes, read_model
+from lut4tool.storage import PathLike, Tensors, read_model
 
 __all__ = ["RewriteError", "RewriteReport", "rewrite", "rewrite_model"]
 
@@ -83,14 +83,18 @@ def rewrite(
     size = source.stat().st_size
     check_target(str(source), target, force or dry_run)
     tensors = Tensors(source.parent, allow_external)
-    report = rewrite_model(model, tensors, verify=verify, vendor=vendor, drawn=drawn, progress=progress)
+    report = _checked(model, tensors, verify, vendor, True, drawn, progress)
     written, notes = 0, tuple[str, ...]()
     if not report.rewritten:
         notes = advise(model, Report((), report.refused))
-    elif dry_run:
+        return replace(report, input_bytes=size, notes=notes)
+    added = apply(model, [proof for proof, _ in report.rewritten])
+    if dry_run:
+        point_out(added, target)
+        fill(added, tensors)
         written = len(serialized(model) or b"")
     else:
-        written, notes = save_model(model, str(source), target, tensors, progress)
+        written, notes = save_model(model, str(source), target, tensors, progress, added)
     return replace(report, input_bytes=size, output_bytes=written, notes=notes)
 
 
@@ -108,17 +112,33 @@ def rewrite_model(
 
     On an error the model is as it was.
     """
+    report = _checked(model, tensors, verify, vendor, witness, drawn, progress)
+    proofs = [proof for proof, _ in report.rewritten]
+    data = laid_out(proofs, tensors)  # before any change, since it may fail
+    for new in apply(model, proofs):
+        new.tensor.raw_data = data[new.proof.tensor_key(new.role)]
+    return report
+
+
+def _checked(
+    model: onnx.ModelProto,
+    tensors: Tensors,
+    verify: bool,
+    vendor: bool,
+    witness: bool,
+    drawn: bool,
+    progress: Progress | None,
+) -> RewriteReport:
+    """What a rewrite will do, each proof checked by a witness."""
     found = recognize(model, vendor=vendor)
     witnesses = _witnesses(found.proofs, tensors, verify, progress) if witness else [None] * len(found.proofs)
     distinct = distinct_weights(found.proofs)
-    around = tuple(surroundings(model, found.proofs)) if drawn else ()
-    apply(model, found.proofs)
     return RewriteReport(
         tuple(zip(found.proofs, witnesses, strict=True)),
         found.refusals,
-        sum(nbytes(tensor) for proof in distinct for tensor in proof.tensors.values()),
+        sum(proof.nbytes for proof in distinct),
         sum(4 * proof.rows * proof.cols for proof in distinct),
-        surroundings=around,
+        surroundings=tuple(surroundings(model, found.proofs)) if drawn else (),
     )
 
 

@@ -93,7 +93,7 @@ def before(proof: Proof, around: Surroundings) -> Drawing:
         if node.op_type == "Constant" and node.attribute[0].HasField("t"):
             literals[node.output[0]] = node.attribute[0].t
     short = {name: text for name, tensor in literals.items() if (text := _short(tensor))}
-    roles = {name: role for role, name in zip(_roles(proof), proof.inputs[1:], strict=False)}
+    roles = {held: role for role, held in proof.roles.items() if isinstance(held, str)}
     for node in proof.chain:
         if node.op_type == "Constant":
             if node.output[0] not in short:
@@ -101,7 +101,7 @@ def before(proof: Proof, around: Surroundings) -> Drawing:
             continue
         for name in filter(None, node.input):
             if name not in sketch and name not in short:
-                tensor = literals.get(name) or proof.tensors.get(roles.get(name, ""))
+                tensor = literals.get(name) or proof.sources.get(name)
                 text = f"{roles.get(name, 'constant')} {_typed(tensor)}" if tensor is not None else name
                 sketch.add(name, Box(text, name, "constant"))
         said = " ".join(filter(None, (*(short.get(name) for name in node.input), *_attributes(node))))
@@ -115,16 +115,13 @@ def before(proof: Proof, around: Surroundings) -> Drawing:
 def after(proof: Proof, around: Surroundings) -> Drawing:
     """The node that takes the place of the chain and the product, with its inputs and what reads it."""
     sketch = _Sketch()
-    for role, name in zip(_roles(proof), proof.inputs[1:], strict=False):
-        text = f"{role} {_typed(proof.tensors[role])}" if role in proof.tensors else role
-        sketch.add(name, Box(text, name, "constant"))
+    names = []
+    for role, held in proof.roles.items():
+        names.append(held if isinstance(held, str) else f"{proof.op}/{role}")
+        sketch.add(names[-1], Box(f"{role} {_typed(proof.tensor(role))}", names[-1], "constant"))
     product = Box(proof.op, around.name, "packed")
-    _finish(sketch, product, proof.inputs[1:], proof.inputs[0], around)
+    _finish(sketch, product, names, proof.product.x, around)
     return sketch.drawing()
-
-
-def _roles(proof: Proof) -> tuple[str, ...]:
-    return tuple(proof.tensors)
 
 
 def _finish(sketch: _Sketch, product: Box, weight: Sequence[str], x: str, around: Surroundings) -> None:

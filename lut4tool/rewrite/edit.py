@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx
 
 from lut4tool.errors import Lut4Error
-from lut4tool.formats import DOMAIN, VERSION
+from lut4tool.formats import DOMAIN, ONNX_DTYPE, VERSION
+from lut4tool.recognize.layout import Laid
 from lut4tool.recognize.proof import Proof, Step
 
 #: The first IR version that knows model-local functions.
@@ -25,31 +26,77 @@ class RewriteError(Lut4Error):
     """A model that cannot be rewritten, or a place that cannot be written to, in words."""
 
 
-def apply(model: onnx.ModelProto, proofs: Sequence[Proof]) -> None:
+class NewTensor(NamedTuple):
+    """A tensor that a rewrite adds, without its data yet: `role` of `proof` says what that is."""
+
+    tensor: onnx.TensorProto
+    proof: Proof
+    role: str
+    in_function: bool
+
+
+def apply(model: onnx.ModelProto, proofs: Sequence[Proof]) -> list[NewTensor]:
     """Rewrite the proved sites of a model in place; without proofs nothing changes.
 
-    Linear in the size of the graphs. Raises RewriteError, before any change, where the model defines or imports
-    ai.lut4tool in another sense.
+    Linear in the size of the graphs. Returns the tensors that are laid out anew, for the caller to fill: one for all
+    sites that share it. Raises RewriteError, before any change, where the model defines or imports ai.lut4tool in
+    another sense.
     """
     if not proofs:
-        return
+        return []
     bodies = _missing_bodies(model, sorted({proof.op for proof in proofs}), default_opset(model) or proofs[0].opset)
     if model.ir_version < _FREE_INITIALIZERS_IR:
         _drop_initializer_inputs(model.graph)
+    names = Names(model)
+    added: list[NewTensor] = []
     for function in sorted({proof.site.function for proof in proofs}, key=lambda index: -1 if index is None else index):
         container = model.graph if function is None else model.functions[function]
         own = [proof for proof in proofs if proof.site.function == function]
-        _edit_container(container, own, model.training_info if function is None else ())
+        added += _edit_container(container, own, model.training_info if function is None else (), names)
         if function is not None:
             _import_domain(container)
     _import_domain(model)
     _put_first(model.functions, bodies)
     model.ir_version = max(model.ir_version, _FUNCTIONS_IR)
+    return added
 
 
 def default_opset(model: onnx.ModelProto) -> int:
     """Version of the default domain that a model imports (0: none)."""
     return next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+
+
+class Names:
+    """The value names of a model, read where a new one is wanted first."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self._model = model
+        self._taken: set[str] = set()
+
+    def free(self, wanted: str) -> str:
+        """The name, with a number where it is taken; it is taken from now on."""
+        if not self._taken:
+            waiting: list[Any] = [self._model.graph, *self._model.functions]
+            for body in waiting:
+                functions = isinstance(body, onnx.FunctionProto)
+                self._taken.update(body.input if functions else (entry.name for entry in body.input))
+                self._taken.update(() if functions else (entry.name for entry in body.initializer))
+                for node in body.node:
+                    self._taken.update((*node.input, *node.output))
+                    for attribute in node.attribute:
+                        waiting += [attribute.g] * attribute.HasField("g") + list(attribute.graphs)
+        name, number = wanted, 1
+        while name in self._taken:
+            name, number = f"{wanted}_{number}", number + 1
+        self._taken.add(name)
+        return name
+
+
+class _Around(NamedTuple):
+    """Nodes before and after a product."""
+
+    before: list[onnx.NodeProto]
+    after: list[onnx.NodeProto]
 
 
 class _Scope:
@@ -64,6 +111,7 @@ class _Scope:
         self.producer = {name: index for index, node in enumerate(self.nodes) for name in node.output if name}
         self.annotations: dict[str, list[str]] = {}  # tensor -> the values that its annotation names
         self.dead_nodes: set[int] = set()
+        self.around: dict[int, _Around] = {}  # by the index of a product
         self.dead_values: set[str] = set()
         declared = () if isinstance(owner, onnx.FunctionProto) else (*owner.input, *owner.initializer)
         self.others = {entry.name for entry in declared}
@@ -119,7 +167,9 @@ def _scope_of(owner: Any, parent: _Scope | None = None) -> _Scope:
     return scope
 
 
-def _edit_container(owner: Any, proofs: Sequence[Proof], training: Iterable[onnx.TrainingInfoProto]) -> None:
+def _edit_container(
+    owner: Any, proofs: Sequence[Proof], training: Iterable[onnx.TrainingInfoProto], names: Names
+) -> list[NewTensor]:
     """Rewrite the sites of one graph or function, subgraphs included."""
     top = _scope_of(owner)
     for info in training:  # training reads the main graph's values by name
@@ -128,25 +178,109 @@ def _edit_container(owner: Any, proofs: Sequence[Proof], training: Iterable[onnx
         for binding in (*info.initialization_binding, *info.update_binding):
             top.use((binding.key, binding.value))
     unused = []
+    added: dict[Any, NewTensor] = {}
     for proof in proofs:
+        roles = proof.roles.items()
         scope = top.at(proof.site.path)
         node = scope.nodes[proof.site.index]
-        scope.use(proof.inputs)  # before the old uses go: what both use never counts as unused
+        scope.use((*proof.inputs, proof.product.bias))  # before the old go: what both use never counts as unused
         unused += scope.use(node.input, -1)
-        _replace(node, proof)
+        inputs = [held if isinstance(held, str) else _new(role, proof, added, names) for role, held in roles]
+        scope.around[proof.site.index] = _replace(node, proof, inputs, names)
     _bury(unused)
     for scope in top.every():
         _remove_dead(scope)
+        _insert_around(scope)
+    return _declare(owner, added)
 
 
-def _replace(node: onnx.NodeProto, proof: Proof) -> None:
-    """Make a node the proof's operator; its name, outputs, doc_string and metadata_props stay."""
+def _new(role: str, proof: Proof, added: dict[Any, NewTensor], names: Names) -> str:
+    """The name of a tensor that is laid out anew, the same for all who share it."""
+    key = proof.tensor_key(role)
+    if key not in added:
+        held = proof.roles[role]
+        assert isinstance(held, Laid)
+        source = f"{held.sources[0]}/" if held.sources else ""
+        name = names.free(f"{source}{proof.op}/{role}")
+        tensor = onnx.TensorProto(name=name, data_type=held.data_type, dims=held.shape)
+        added[key] = NewTensor(tensor, proof, role, proof.site.function is not None)
+    return added[key].tensor.name
+
+
+def _declare(owner: Any, added: dict[Any, NewTensor]) -> list[NewTensor]:
+    """Append new initializers to a graph, or Constant nodes to a function; return them as they stand there."""
+    if isinstance(owner, onnx.GraphProto):
+        owner.initializer.extend(new.tensor for new in added.values())
+        last = len(owner.initializer) - len(added)
+        return [new._replace(tensor=owner.initializer[last + at]) for at, new in enumerate(added.values())]
+    constants = [onnx.helper.make_node("Constant", [], [new.tensor.name], value=new.tensor) for new in added.values()]
+    _put_first(owner.node, constants)
+    return [new._replace(tensor=owner.node[at].attribute[0].t) for at, new in enumerate(added.values())]
+
+
+def _replace(node: onnx.NodeProto, proof: Proof, inputs: Sequence[str], names: Names) -> _Around:
+    """Make a node the proof's operator; its name, doc_string and metadata_props stay.
+
+    Returns what the product has around it: the last of these nodes has its outputs then.
+    """
+    product, around, last = proof.product, _Around([], []), node
+    x, y = product.x, node.output[0]
+
+    def follow(op: str, inputs: Sequence[str], **attributes: Any) -> None:
+        nonlocal last
+        last.output[0] = names.free(f"{y}/{last.op_type}")
+        last = onnx.helper.make_node(op, [last.output[0], *inputs], [y], _named_after(node, op), **attributes)
+        around.after.append(last)
+
+    def scalar(value: float, what: str) -> str:
+        tensor = onnx.helper.make_tensor("", ONNX_DTYPE[proof.dtype], [], [value])
+        name = names.free(f"{y}/{what}")
+        around.before.append(onnx.helper.make_node("Constant", [], [name], _named_after(node, what), value=tensor))
+        return name
+
+    def turned(value: str) -> str:
+        name = names.free(f"{value}/Transpose")
+        around.before.append(
+            onnx.helper.make_node("Transpose", [value], [name], _named_after(node, "Transpose"), perm=[1, 0])
+        )
+        return name
+
+    x = turned(x) if product.transpose_x else x
     node.op_type, node.domain = proof.op, DOMAIN
     node.ClearField("overload")
     node.ClearField("input")
-    node.input.extend(proof.inputs)
+    node.input.extend((x, *inputs))
     node.ClearField("attribute")
     node.attribute.extend(onnx.helper.make_attribute(name, value) for name, value in proof.attributes.items())
+    if product.transpose_y:
+        follow("Transpose", [], perm=[1, 0])
+    if product.alpha != 1:
+        follow("Mul", [scalar(product.alpha, "alpha")])
+    if product.bias and product.beta != 1:
+        scaled = names.free(f"{y}/bias")
+        bias = [product.bias, scalar(product.beta, "beta")]
+        around.before.append(onnx.helper.make_node("Mul", bias, [scaled], _named_after(node, "bias")))
+        follow("Add", [scaled])
+    elif product.bias:
+        follow("Add", [product.bias])
+    return around
+
+
+def _named_after(node: onnx.NodeProto, what: str) -> str:
+    return f"{node.name}/{what}" if node.name else ""
+
+
+def _insert_around(scope: _Scope) -> None:
+    """Put in the nodes around the products of a scope, whose dead nodes are gone; the others are not copied."""
+    if not any(around.before or around.after for around in scope.around.values()):
+        return
+    order: list[tuple[int, int]] = [(index, 0) for index in range(len(scope.nodes)) if index not in scope.dead_nodes]
+    for index, around in scope.around.items():
+        for side, nodes in ((-1, around.before), (1, around.after)):
+            scope.owner.node.extend(nodes)
+            order += [(index, side)] * len(nodes)
+    place = iter(order)
+    scope.owner.node.sort(key=lambda _: next(place))
 
 
 def _bury(unused: list[tuple[_Scope, str]]) -> None:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import PurePath
 from typing import BinaryIO
 
+import numpy as np
 import onnx
 from google.protobuf.message import EncodeError  # type: ignore[import-untyped]
 
 from lut4tool import storage
-from lut4tool.rewrite.edit import RewriteError
+from lut4tool.recognize.layout import Laid, Layout
+from lut4tool.recognize.proof import Proof
+from lut4tool.rewrite.edit import NewTensor, RewriteError
 from lut4tool.storage import StorageError, Tensors
 
 Progress = Callable[[str, int, int], None]
 
 #: Where a model grows past protobuf's limit, initializers of at least this many bytes move to a file.
 _LEAST_EXTERNAL = 1024
+#: Tensors laid out anew that are larger than this go to a file.
+_MOST_INLINE = 1 << 20
 #: Tensors in a file that we write begin at multiples of this, so that a mapped view is aligned.
 _ALIGNMENT = 64
 
@@ -37,18 +42,26 @@ def check_target(source: str, target: str, force: bool) -> None:
 
 
 def save(
-    model: onnx.ModelProto, source: str, target: str, tensors: Tensors, progress: Progress | None = None
+    model: onnx.ModelProto,
+    source: str,
+    target: str,
+    tensors: Tensors,
+    progress: Progress | None = None,
+    added: Sequence[NewTensor] = (),
 ) -> tuple[int, tuple[str, ...]]:
     """Write `model`, read from `source`, to `target`; return the bytes of its proto and notes for the user.
 
     External data is kept by reference where both are in one folder, otherwise copied under its name or, where that
-    is taken, another. On any error, Ctrl-C included, what was there before is whole and nothing else is left.
+    is taken, another. Of the tensors that were laid out anew, large ones are streamed to a file of their own. On any
+    error, Ctrl-C included, what was there before is whole and nothing else is left.
     """
     made: list[str] = []
     written: os.stat_result | None = None
     try:
         with storage.temporary(target) as file:
-            notes = _place_data(model, source, target, tensors, made, progress)
+            notes = _write_large(added, target, tensors, made, progress)
+            fill(added, tensors)
+            notes += _place_data(model, source, target, tensors, made, progress)
             data = serialized(model)
             if data is None:
                 notes.append(_move_out(model, target, made))
@@ -63,6 +76,86 @@ def save(
         if isinstance(error, OSError):
             raise StorageError(f"cannot write {target}: {storage.reason(error)}") from error
         raise
+
+
+def laid_out(proofs: Iterable[Proof], tensors: Tensors) -> dict[Hashable, bytes]:
+    """The data of every tensor that is laid out anew, by Proof.tensor_key. Raises LayoutError."""
+    data: dict[Hashable, bytes] = {}
+    for proof in proofs:
+        layout = Layout(proof, tensors)
+        for role, held in proof.roles.items():
+            if isinstance(held, Laid) and proof.tensor_key(role) not in data:
+                data[proof.tensor_key(role)] = b"".join(map(_raw, layout.pieces(role)))
+        tensors.release()
+    return data
+
+
+def fill(added: Sequence[NewTensor], tensors: Tensors) -> None:
+    """Lay out the data of new tensors inside the model, but of those whose data is in a file."""
+    inline = [new for new in added if not storage.is_external(new.tensor)]
+    data = laid_out((new.proof for new in inline), tensors)
+    for new in inline:
+        new.tensor.raw_data = data[new.proof.tensor_key(new.role)]
+
+
+def point_out(added: Sequence[NewTensor], target: str) -> None:
+    """Make the large ones of new tensors external, as they will be in the file that `save` writes."""
+    name, offset = os.path.basename(target) + ".data", 0
+    for new in _large(added):
+        offset += -offset % _ALIGNMENT
+        size = storage.nbytes(new.tensor)
+        _point(new.tensor, name, offset, size)
+        offset += size
+
+
+def _large(added: Sequence[NewTensor]) -> list[NewTensor]:
+    """Those that go to a file: not a function's, whose Constant nodes hold their data in every runtime."""
+    return [new for new in added if storage.nbytes(new.tensor) > _MOST_INLINE and not new.in_function]
+
+
+def _write_large(
+    added: Sequence[NewTensor], target: str, tensors: Tensors, made: list[str], progress: Progress | None
+) -> list[str]:
+    """Stream large new tensors to a new file beside the model; return a note that says so."""
+    large = _large(added)
+    if not large:
+        return []
+    with _new_data(target, made) as (file, name):
+        for done, new in enumerate(large):
+            if progress:
+                progress("laying out weights", done, len(large))
+            file.write(bytes(-file.tell() % _ALIGNMENT))
+            offset = file.tell()
+            for piece in Layout(new.proof, tensors).pieces(new.role):
+                file.write(_raw(piece))
+                tensors.release()
+            _point(new.tensor, name, offset, file.tell() - offset)
+        size = file.tell()
+    count = f"{len(large)} tensor{'s' * (len(large) > 1)}"
+    return [f"{count} laid out anew: {storage.size_text(size)} of external data, in {name}"]
+
+
+@contextlib.contextmanager
+def _new_data(target: str, made: list[str]) -> Iterator[tuple[BinaryIO, str]]:
+    """A new file of external data for a model, and its name; durable at the end."""
+    folder, base = os.path.split(target)
+    name = next(name for name in _names(PurePath(base + ".data")) if not os.path.lexists(os.path.join(folder, name)))
+    with open(os.path.join(folder, name), "xb") as file:
+        made.append(file.name)
+        yield file, name
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _point(tensor: onnx.TensorProto, name: str, offset: int, length: int) -> None:
+    """Say where a tensor's external data is."""
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in (("location", name), ("offset", str(offset)), ("length", str(length))):
+        tensor.external_data.add(key=key, value=value)
+
+
+def _raw(array: np.ndarray) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
 
 
 def serialized(model: onnx.ModelProto) -> bytes | None:
@@ -132,28 +225,16 @@ def _names(wanted: PurePath) -> Iterator[str]:
 
 def _move_out(model: onnx.ModelProto, target: str, made: list[str]) -> str:
     """Move the large initializers of a model that protobuf cannot hold to a new file; return a note that says so."""
-    folder, base = os.path.split(target)
-    name = next(name for name in _names(PurePath(base + ".data")) if not os.path.lexists(os.path.join(folder, name)))
-    path = os.path.join(folder, name)
-    with open(path, "xb") as file:
-        made.append(path)
+    with _new_data(target, made) as (file, name):
         for tensor in model.graph.initializer:
             if len(tensor.raw_data) >= _LEAST_EXTERNAL:
-                _append(file, tensor, name)
-        file.flush()
-        os.fsync(file.fileno())
+                file.write(bytes(-file.tell() % _ALIGNMENT))
+                offset = file.tell()
+                length = file.write(tensor.raw_data)
+                tensor.ClearField("raw_data")
+                _point(tensor, name, offset, length)
         size = file.tell()
     return f"the model passes protobuf's 2 GiB: {storage.size_text(size)} of weights are external data now, in {name}"
-
-
-def _append(file: BinaryIO, tensor: onnx.TensorProto, name: str) -> None:
-    file.write(bytes(-file.tell() % _ALIGNMENT))
-    offset = file.tell()
-    length = file.write(tensor.raw_data)
-    tensor.ClearField("raw_data")
-    tensor.data_location = onnx.TensorProto.EXTERNAL
-    for key, value in (("location", name), ("offset", str(offset)), ("length", str(length))):
-        tensor.external_data.add(key=key, value=value)
 
 
 def external_tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
