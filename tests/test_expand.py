@@ -16,7 +16,8 @@ import pytest
 from differences import raw
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
-from test_rewrite import PLACES, SPELLINGS, run_onnxruntime, run_reference
+from rewriting import run_onnxruntime, run_reference
+from test_rewrite import PLACES, SPELLINGS
 
 from build import HALVES, Built, Chain, build, build_calls, build_many, find_node
 from lut4tool.formats import QmmWeight

@@ -59,9 +59,10 @@ def save(
     written: os.stat_result | None = None
     try:
         with storage.temporary(target) as file:
+            external = external_tensors(model)
             notes = _write_large(added, target, tensors, made, progress)
             fill(added, tensors)
-            notes += _place_data(model, source, target, tensors, made, progress)
+            notes += _place_data(external, source, target, tensors, made, progress)
             data = serialized(model)
             if data is None:
                 notes.append(_move_out(model, target, made))
@@ -168,11 +169,16 @@ def serialized(model: onnx.ModelProto) -> bytes | None:
 
 
 def _place_data(
-    model: onnx.ModelProto, source: str, target: str, tensors: Tensors, made: list[str], progress: Progress | None
+    given: Sequence[onnx.TensorProto],
+    source: str,
+    target: str,
+    tensors: Tensors,
+    made: list[str],
+    progress: Progress | None,
 ) -> list[str]:
     """Check every external tensor, and copy their files to another folder; `made` gets what was created."""
     folder = os.path.realpath(os.path.dirname(target) or ".")
-    external = [(tensor, tensors.path(tensor)) for tensor in external_tensors(model)]
+    external = [(tensor, tensors.path(tensor)) for tensor in given]
     files = {real: storage.location(tensor) for tensor, real in reversed(external)}
     for real, place in files.items():
         if os.path.exists(target) and os.path.samefile(real, target):
