@@ -23,7 +23,7 @@ MODULES["__init__"] = "lut4tool.recognize"
 
 #: Checks, by how they begin, whose removal the table cannot show, and why.
 KEPT = {
-    "site.require(node.domain != VENDOR": "the table asks for no vendor's products; test_refusals.py does",
+    "site.require(node.op_type in chains.VENDOR_PROOFS": "the table asks for no vendor's products; test_refusals.py does",
     "if value in met: at.refuse(...)": "without it a cycle of Identity nodes is walked forever",
     "trail.node(value, 'Transpose', at, 'perm')": "the line before asked for the operator's name",
     "trail.node(value, 'Cast', at, 'to')": "the line before asked for the operator's name",

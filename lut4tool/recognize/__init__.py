@@ -45,7 +45,9 @@ def _decoded(walk: Walk, site: Place) -> list[bool]:
 def _prove(walk: Walk, site: Place, known: dict[tuple[Value, bool], Proof | Refuse]) -> Proof:
     """The proof of one product; `known` is shared by those that share a weight. Raises Refuse."""
     node = site.node
-    site.require(node.domain != VENDOR, f"{node.op_type} of {VENDOR}, not a chain of standard operators")
+    if node.domain == VENDOR:
+        site.require(node.op_type in chains.VENDOR_PROOFS, f"{node.op_type} of {VENDOR}, which no chain proves yet")
+        return chains.VENDOR_PROOFS[node.op_type](walk, site)
     product, weight, flipped = operands(walk, site)
     if (weight, flipped) not in known:
         try:

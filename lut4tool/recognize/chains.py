@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from lut4tool.recognize import lookup
+from collections.abc import Callable, Mapping
+
+from lut4tool.recognize import affine, lookup, nbits
 from lut4tool.recognize.proof import Proof
 from lut4tool.recognize.walk import Place, Value, Walk
 
-__all__ = ["prove"]
+__all__ = ["VENDOR_PROOFS", "prove"]
+
+#: com.microsoft's operators that are proved, by name.
+VENDOR_PROOFS: Mapping[str, Callable[[Walk, Place], Proof]] = {"MatMulNBits": nbits.matmul_nbits}
 
 
 def prove(walk: Walk, site: Place, weight: Value, flipped: bool) -> Proof:
     """Prove what a weight is, from the chain before it; `flipped`: the product reads it transposed. Raises Refuse."""
+    if affine.is_dequantized(walk, weight):
+        return affine.dequantized(walk, site, weight, flipped)
     return lookup.canonical(walk, site, weight, flipped)
