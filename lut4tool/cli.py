@@ -196,58 +196,30 @@ def _print_sites(console: Console, document: dict[str, Any], key: str) -> None:
 
     if document[key]:
         table = Table(title=f"{len(document[key])} {key}", title_justify="left")
-        checked = "witness" in document[key][0]
-        headings = ("node", "operator", "rows x cols", "block", "weight type", "bytes", "checked")
-        for heading in headings if checked else headings[:-1]:
+        headings = ["node", "operator", "rows x cols", "block", "weight type", "bytes"]
+        headings += ["checked"] if key == "rewritten" else ["chain", "packed", "decoded", "onnxruntime"]
+        for heading in headings:
             table.add_column(heading, overflow="fold")
         for site in document[key]:
             row = [site["node"], site["op"], f"{site['rows']} x {site['cols']}"]
             row += [str(site["block_size"]), site["weight_dtype"], site["bytes"]]
-            if checked:
-                witness = site["witness"]
-                row.append("all elements" if witness["all"] else f"{witness['compared']:,} elements")
-            table.add_row(*row)
+            table.add_row(*row, *(_checked(site) if key == "rewritten" else _costs(site)))
         console.print(table)
     for refusal in document["refused"]:
         console.print(f"refused: {refusal['node']}: {refusal['reason']}")
 
 
-@app.command()
-def expand(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="A rewritten ONNX file.", show_default=False)],
-    target: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Where to write; IN itself is allowed.", show_default=False)
-    ],
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing OUT.")] = False,
-    allow_external: ExternalOption = None,
-    json_output: JsonOption = False,
-) -> None:
-    """The way back: replace each node of ai.lut4tool with the standard operators that decode its weight.
+def _checked(site: dict[str, Any]) -> list[str]:
+    """How the witness of a rewritten site looked."""
+    witness = site["witness"]
+    return ["all elements" if witness["all"] else f"{witness['compared']:,} elements"]
 
-    The decoded weights are the same bit for bit. Packed data is neither read nor copied within a folder. Exit status 3,
-    and nothing written, where there is no such node.
-    """
-    from lut4tool.rewrite.expand import expand as expand_file
 
-    with _progress() as progress:
-        result = expand_file(source, target, force=force, allow_external=tuple(allow_external or ()), progress=progress)
-    document = result.to_json()
-    if json_output:
-        _print_json(document)
-    else:
-        console = _console()
-        for row in document["expanded"]:
-            console.print(f"expanded {row['node']}: {row['op']}, {row['rows']} x {row['cols']}, {row['weight_dtype']}")
-        for refusal in document["refused"]:
-            console.print(f"refused: {refusal['node']}: {refusal['reason']}")
-        for note in result.notes:
-            console.print(note)
-        if document["expanded"]:
-            console.print(f"wrote {target}: {_size(document['output_bytes'])} (was {_size(document['input_bytes'])})")
-        else:
-            console.print("nothing to expand; nothing written")
-    if not document["expanded"]:
-        raise typer.Exit(NOTHING_TO_REWRITE)
+def _costs(site: dict[str, Any]) -> list[str]:
+    """The chain of a found site, and its weight's bytes: packed, decoded, and while onnxruntime loads it."""
+    folded = site["onnxruntime_bytes"]
+    theirs = "not folded" if folded is None else _size(folded)
+    return [site["chain"], _size(site["packed_bytes"]), _size(site["dense_bytes"]), theirs]
 
 
 @app.command()
@@ -270,7 +242,11 @@ def inspect(model: ModelArgument, json_output: JsonOption = False) -> None:
     if document["found"]:
         console.print(
             f"weights of the found chains: {_size(document['packed_bytes'])} packed,"
-            f" {_size(document['dense_bytes'])} once decoded"
+            f" {_size(document['dense_bytes'])} once decoded as float32"
+        )
+    if document["onnxruntime_bytes"]:
+        console.print(
+            f"onnxruntime takes about {_size(document['onnxruntime_bytes'])} to fold them when it loads the model"
         )
     for advice in summary.advice:
         console.print(advice)

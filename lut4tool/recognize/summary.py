@@ -12,6 +12,7 @@ import onnx
 
 from lut4tool.formats import DOMAIN, DTYPE_NAME, LOOKUP4_MATMUL, QMM
 from lut4tool.recognize import recognize
+from lut4tool.recognize.cost import Cost, cost
 from lut4tool.recognize.proof import Proof, Report
 from lut4tool.recognize.walk import VENDOR_PRODUCTS
 from lut4tool.storage import nbytes, read_model
@@ -36,14 +37,16 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """The document of `inspect --json` (DESIGN section 7)."""
+        costs = {key: cost(proof) for key, proof in {proof.key: proof for proof in self.report.proofs}.items()}
         return {
-            "found": [proof.to_json() for proof in self.report.proofs],
+            "found": [_found(proof, costs[proof.key]) for proof in self.report.proofs],
             "refused": [refusal.to_json() for refusal in self.report.refusals],
             "operators": dict(self.operators),
             "file_bytes": self.file_bytes,
             "external_bytes": self.external_bytes,
             "packed_bytes": self.packed_bytes,
             "dense_bytes": self.dense_bytes,
+            "onnxruntime_bytes": sum(each.onnxruntime or 0 for each in costs.values()),
             "advice": list(self.advice),
         }
 
@@ -63,6 +66,20 @@ def summarize(path: Path) -> Summary:
         sum(4 * proof.rows * proof.cols for proof in distinct),
         advise(model, report),
     )
+
+
+def _found(proof: Proof, cost: Cost) -> dict[str, Any]:
+    """One site: what it is, the chain and the constants that it comes from, and what it costs."""
+    return proof.to_json() | {"chain": proof.chain_name, "constants": _constants(proof), **cost.to_json()}
+
+
+def _constants(proof: Proof) -> list[str]:
+    """The chain's constants: "name" or "name in file", where it is external data."""
+    return [
+        f"{name} in {entry.value}" if entry is not None else name
+        for name, tensor in proof.sources.items()
+        for entry in [next((e for e in tensor.external_data if e.key == "location"), None)]
+    ]
 
 
 def advise(model: onnx.ModelProto, report: Report) -> tuple[str, ...]:
