@@ -15,12 +15,13 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
+from lut4tool import native
 from lut4tool.errors import Lut4Error
 
 #: Protobuf reads and writes no message from this size on.
@@ -141,7 +142,7 @@ class Tensors:
         self._folders = [os.path.realpath(folder) for folder in allow_external]
         if self.base_dir is not None:
             self._folders.append(os.path.realpath(self.base_dir))
-        self._maps: dict[str, np.ndarray] = {}
+        self._maps: dict[str, _Map] = {}
 
     def array(self, tensor: onnx.TensorProto) -> np.ndarray:
         """Return the tensor as a read-only array: a view where bytes are stored as they are used.
@@ -193,10 +194,23 @@ class Tensors:
 
     def release(self) -> None:
         """Let go of the mapped pages that were read: they come back from the file when they are needed again."""
-        for mapped in self._maps.values():
-            source = getattr(mapped, "_mmap", None)
+        for held in self._maps.values():
+            source = getattr(held.data, "_mmap", None)
             if source is not None and hasattr(mmap, "MADV_DONTNEED"):
                 source.madvise(mmap.MADV_DONTNEED)
+
+    def check_whole(self) -> None:
+        """Raise StorageError where a mapped file was cut, or its disk failed, so that zeros were read instead."""
+        for real, held in self._maps.items():
+            if held.watch is not None and held.watch.lost:
+                raise StorageError(f"{real} was cut while it was read, or its disk failed")
+
+    def check_unchanged(self) -> None:
+        """Raise StorageError where a mapped file was cut, written to or replaced since it was mapped."""
+        self.check_whole()
+        for real, held in self._maps.items():
+            if not os.path.exists(real) or _version(os.stat(real)) != held.version:
+                raise StorageError(f"{real} changed while it was read")
 
     def _external(self, tensor: onnx.TensorProto, size: int) -> np.ndarray:
         """Bytes of an external tensor: a view of its file's map."""
@@ -222,13 +236,28 @@ class Tensors:
         real = self.path(tensor)
         if real not in self._maps:
             try:
-                empty = os.path.getsize(real) == 0
-                self._maps[real] = np.empty(0, np.uint8) if empty else np.memmap(real, np.uint8, "r")
+                self._maps[real] = _map(real)
             except (OSError, ValueError) as error:
                 raise StorageError(
                     f"external data of tensor '{tensor.name}' in '{location(tensor)}' cannot be read: {reason(error)}"
                 ) from error
-        return self._maps[real]
+        return self._maps[real].data
+
+
+class _Map(NamedTuple):
+    """A mapped file, what it was then, and who watches it (None: an empty file has no map)."""
+
+    data: np.ndarray
+    version: tuple[int, int]
+    watch: native.Watch | None
+
+
+def _map(path: str) -> _Map:
+    version = _version(os.stat(path))
+    if not version[0]:
+        return _Map(np.empty(0, np.uint8), version, None)
+    data = np.memmap(path, np.uint8, "r")
+    return _Map(data, version, native.Watch(data))
 
 
 def write_atomic(path: PathLike, content: bytes | Callable[[BinaryIO], object]) -> None:

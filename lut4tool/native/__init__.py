@@ -7,6 +7,7 @@ products; `describe()` says what works here. LUT4TOOL_CPU_ISA=avx512|avx2|neon|p
 from __future__ import annotations
 
 import os
+import weakref
 
 import numpy as np
 
@@ -133,6 +134,23 @@ class Matrix:
         kernel: "gemv", "tile" or "" to pick by M. threads: at most so many; 0 means thread_count().
         """
         self._matrix.multiply(np.ascontiguousarray(x), out, kernel, threads or thread_count())
+
+
+class Watch:
+    """A map of a file that may be cut while it is read: its pages become zeros then, where the process would die.
+
+    Without the compiled module nothing is watched.
+    """
+
+    def __init__(self, mapped: np.memmap) -> None:
+        self._number = _native.watch_pages(mapped) if compiled() else 0
+        if self._number:
+            weakref.finalize(mapped._mmap, _native.forget_pages, self._number).atexit = False  # type: ignore[attr-defined]
+
+    @property
+    def lost(self) -> bool:
+        """Whether a page could not be read: the file was cut, or its disk failed."""
+        return bool(self._number) and _native.lost_pages(self._number)
 
 
 def _output(shape: tuple[int, ...], dtype: np.dtype, out: np.ndarray | None) -> np.ndarray:

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "decode.h"
+#include "pages.h"
 #include "product.h"
 
 namespace nb = nanobind;
@@ -177,6 +178,9 @@ NB_MODULE(_native, m) {
           nb::arg("rounding"));
     m.def("qmm_matrix", &qmm_matrix, nb::arg("packed"), nb::arg("scales"), nb::arg("zero_points"), nb::arg("N"), nb::arg("K"),
           nb::arg("block_size"));
+    m.def("watch_pages", [](const Bytes &map) { return watch_pages(map.data(), map.size()); }, nb::arg("pages").noconvert());
+    m.def("forget_pages", &forget_pages, nb::arg("number"));
+    m.def("lost_pages", &lost_pages, nb::arg("number"));
     m.def("product_instruction_set", [] { return std::string(product_instruction_set()); });
     m.def("instruction_set", [] { return std::string(instruction_set()); });
     m.def("use_instruction_set", [](const std::string &name) {
