@@ -30,6 +30,16 @@ VENDOR_PRODUCTS = ((VENDOR, "MatMulBnb4"), (VENDOR, "MatMulNBits"))
 _STANDARD = ("", "ai.onnx")
 _TYPES = {number: name for name, number in TensorProto.DataType.items()}
 _INTEGERS = frozenset(number for number, name in _TYPES.items() if name.removeprefix("U").startswith("INT"))
+#: How a tensor stores the integers that literals are: in raw data, and in its own field.
+_STORED: dict[int, tuple[str, str]] = {
+    TensorProto.UINT8: ("B", "int32_data"),
+    TensorProto.INT16: ("h", "int32_data"),
+    TensorProto.UINT16: ("H", "int32_data"),
+    TensorProto.INT32: ("i", "int32_data"),
+    TensorProto.UINT32: ("I", "uint64_data"),
+    TensorProto.INT64: ("q", "int64_data"),
+    TensorProto.UINT64: ("Q", "uint64_data"),
+}
 #: Attributes of a Constant that hold numbers, besides `value`: where, and of which type.
 _NUMBERS = {"value_int": ("i", 7), "value_ints": ("ints", 7), "value_float": ("f", 1), "value_floats": ("floats", 1)}
 _RANDOM = frozenset(
@@ -457,16 +467,18 @@ class Trail:
         self.passed.append(place)
         return place
 
-    def literal(self, place: Place, index: int, absent: tuple[int, ...] | None = None) -> Literal:
-        """An INT64 literal; `absent` is what a missing optional input means, a list."""
+    def literal(
+        self, place: Place, index: int, absent: tuple[int, ...] | None = None, kind: int = TensorProto.INT64
+    ) -> Literal:
+        """A literal of one integer type; `absent` is what a missing optional input means, a list."""
         if absent is not None and (len(place.node.input) <= index or not place.node.input[index]):
             return Literal(absent, (len(absent),))
         value = self.input(place, index)
         if isinstance(value.definition, Argument):
             place.refuse(f"literal '{value.name}' is an input; an initializer or a Constant is expected")
         tensor = self.walk.constant(value, place).tensors[0]
-        if tensor.data_type != TensorProto.INT64:
-            place.refuse(f"literal '{value.name}' is {type_name(tensor.data_type)}, not INT64")
+        if tensor.data_type != kind:
+            place.refuse(f"literal '{value.name}' is {type_name(tensor.data_type)}, not {type_name(kind)}")
         size = math.prod(tensor.dims)
         if size > LITERAL_ELEMENTS:
             place.refuse(f"literal '{value.name}' has {size} elements, more than {LITERAL_ELEMENTS}")
@@ -474,13 +486,14 @@ class Trail:
             place.refuse(f"literal '{value.name}' is external data; it must be in the model")
         if tensor.HasField("segment"):
             place.refuse(f"literal '{value.name}' is stored in segments, which ONNX runtimes do not read")
-        raw = tensor.raw_data
+        raw, (letter, stored) = tensor.raw_data, _STORED[kind]
+        width = struct.calcsize(f"<{letter}")
         values = (
-            struct.unpack(f"<{len(raw) // 8}q", raw[: len(raw) // 8 * 8])
+            struct.unpack(f"<{len(raw) // width}{letter}", raw[: len(raw) // width * width])
             if tensor.HasField("raw_data")
-            else tuple(tensor.int64_data)
+            else tuple(getattr(tensor, stored))
         )
-        if len(values) != size or len(raw) % 8:
+        if len(values) != size or len(raw) % width:
             place.refuse(f"literal '{value.name}' holds {len(raw) or len(values)} bytes or values, not {size} values")
         if isinstance(value.definition, NodeProto):
             self.passed.append(Place(value.scope, value.definition))
