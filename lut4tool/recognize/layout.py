@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -42,31 +42,52 @@ class Laid:
     shape: tuple[int, ...]
 
 
+class Axis(NamedTuple):
+    """How a source is cut: along which axis, and how many elements of the weight each entry there serves.
+
+    rows: a flat source is cut as if it were [rows, ...], along axis 1.
+    """
+
+    axis: int
+    shared: int
+    rows: int = 0
+
+
+class Folded(NamedTuple):
+    """A role that holds a value of the chain, flat: as it is (rows 1), or its transpose from [rows, ...]."""
+
+    role: str
+    rows: int = 1
+
+
 @dataclass(frozen=True)
 class Cut:
     """How a chain too large to be run whole is run, and its weight laid out, on some of its units only.
 
-    A unit of a lookup is so many flat elements of W that they begin and end with a block or lie in one; or, as always
-    for QMM, a row of the new weight, where `output` is the chain's weight itself.
+    A unit of a lookup is so many flat elements of W that they begin and end with a block or lie in one; or, where
+    `output` is the chain's weight itself, whole rows of the new weight, as always for QMM (one).
 
     count, size: units, and the elements of each; the last may reach past the weight.
     output, dtype: the value that the chain is run to, and its type.
-    axes: the sources that are cut: the axis, and the elements of a unit that share one entry there.
+    axes: the sources that are cut, and how.
     shapes: by output, the Reshapes whose target counts units: the target to take, with -1 in that place.
-    folded: values inside the chain that a role holds, flattened. They are run and compared whole, then cut as sources.
+    folded: values inside the chain that a role holds. They are run and compared whole, then cut as sources are.
     """
 
     count: int
     size: int
     output: str
     dtype: str
-    axes: Mapping[str, tuple[int, int]]
+    axes: Mapping[str, Axis]
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    folded: Mapping[str, str] = field(default_factory=dict)
+    folded: Mapping[str, Folded] = field(default_factory=dict)
 
 
-def take(array: np.ndarray, axis: int, shared: int, units: np.ndarray, size: int) -> np.ndarray:
-    """Entries of `units` (ascending) along an axis, each of them for `shared` elements; a view where they adjoin."""
+def take(array: np.ndarray, along: Axis, units: np.ndarray, size: int) -> np.ndarray:
+    """The entries of `units` (ascending), of `size` elements each; a view where they adjoin."""
+    if along.rows:  # a view, cut, and flat again
+        return take(array.reshape(along.rows, -1), Axis(1, along.shared), units, size).reshape(-1)
+    axis, shared = along.axis, along.shared
     length = array.shape[axis]
     before: tuple[Any, ...] = (slice(None),) * axis
     if shared > size:
@@ -96,7 +117,7 @@ class Layout:
         cut = self.proof.cut
         axes = {} if cut is None else cut.axes
         return {
-            name: take(array, *axes[name], units, cut.size) if cut is not None and name in axes else array
+            name: take(array, axes[name], units, cut.size) if cut is not None and name in axes else array
             for name, array in arrays.items()
         }
 
@@ -111,7 +132,7 @@ class Layout:
         if units is None or cut is None or role == "codebook" or (role == "zero_points" and array.shape == (1, 1)):
             return array
         shared = {"packed": 2, "scales": self.proof.block_size} if self.proof.op == LOOKUP4_MATMUL else {}
-        return take(array, 0, shared.get(role, cut.size), units, cut.size)
+        return take(array, Axis(0, shared.get(role, cut.size)), units, cut.size)
 
     def weight(self, units: np.ndarray | None = None) -> Lookup4Weight | QmmWeight:
         """The weight as the new node's attributes describe it: whole, or some units of it as a row each."""
@@ -123,9 +144,12 @@ class Layout:
         sizes = facts["rows"], facts["cols"], facts["block_size"]
         weight_dtype = DTYPE_NAME[facts["weight_dtype"]]
         if units is not None and cut is not None:
-            sizes = len(units), cut.size, min(cut.size, facts["block_size"])
-            weight_dtype = weight_dtype if cut.output == self.proof.weight else cut.dtype
-            missing = len(units) * cut.size // 2 - roles["packed"].size  # a last unit that is cut short
+            elements = len(units) * cut.size
+            if cut.output == self.proof.weight:
+                sizes = elements // facts["cols"], facts["cols"], facts["block_size"]
+            else:
+                sizes, weight_dtype = (len(units), cut.size, min(cut.size, facts["block_size"])), cut.dtype
+            missing = elements // 2 - roles["packed"].size  # a last unit that is cut short
             roles["packed"] = np.pad(roles["packed"].reshape(-1), (0, missing)) if missing > 0 else roles["packed"]
         return Lookup4Weight(
             roles["packed"].reshape(-1),

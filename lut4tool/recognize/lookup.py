@@ -7,7 +7,7 @@ import math
 from onnx import TensorProto
 
 from lut4tool.formats import DTYPE_NAME, LOOKUP4_MATMUL, lookup4_attributes
-from lut4tool.recognize.layout import Cut
+from lut4tool.recognize.layout import Axis, Cut
 from lut4tool.recognize.proof import Product, Proof
 from lut4tool.recognize.walk import Place, Trail, Value, Walk, attribute, type_name
 
@@ -78,7 +78,7 @@ def _in_blocks(elements: int, block: int, packed: str, scales: str, blocked: Pla
     if block > _LONG_BLOCK:
         size = math.gcd(block, _PIECE)
         shapes = {blocked.node.output[0]: (-1, size)}
-    axes = {packed: (0, 2), scales: (0, block)}
+    axes = {packed: Axis(0, 2), scales: Axis(0, block)}
     return Cut(-(-elements // size), size, product.node.output[0], "float32", axes, shapes)
 
 

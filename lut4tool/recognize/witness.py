@@ -46,9 +46,9 @@ def check(proof: Proof, tensors: Tensors, *, full: bool = False, progress: Progr
         _compare(proof, _run(proof, _evaluator(proof, proof.weight), layout.arrays), _decoded(layout))
         return Witness(elements, elements)
     folded = {value: _run(proof, _evaluator(proof, value), layout.arrays) for value in cut.folded}
-    for value, role in cut.folded.items():
+    for value, (role, rows) in cut.folded.items():
         held = layout.role(role).reshape(-1)
-        _compare(proof, folded[value].reshape(-1), held, held.size)
+        _compare(proof, folded[value].reshape(rows, -1).T.reshape(-1), held, held.size)
     evaluator, compared = _evaluator(proof, cut.output, cut), 0
     for units in _chunks(proof, cut, full):
         found = _run(proof, evaluator, layout.cut({**layout.arrays, **folded}, units))
