@@ -5,8 +5,8 @@ and attributes make them do. So the first run traces each step by itself. After 
 compiled for the shapes and host values it is given, and runs step by step where there is none. Host values, which are
 shapes and what is computed from them, are part of a function: shape arithmetic is done once.
 
-What keeps memory and compilations bounded: a function is compiled when its shapes come a second time, and the more
-were compiled, the more often they must come; KEPT functions stay. Where the shapes of a few steps change from run to
+What keeps memory and compilations bounded: a function is compiled when its shapes come a second time, twice as often
+after every KEPT compilations; KEPT functions stay. Where the shapes of a few steps change from run to
 run, as in a decoding loop, those between them become regions of their own.
 """
 
@@ -29,8 +29,10 @@ from lut4tool.runtime.plan import Plan
 SWITCH = "LUT4TOOL_COMPILE"
 #: Functions that a region keeps: the least recently used goes first.
 KEPT = 16
+#: Steps that a region has at least.
+LEAST = 2
 #: Different inputs whose number of calls a region remembers.
-REMEMBERED = 64
+REMEMBERED = 32
 #: A host value of at most so many bytes may be part of a function.
 HOST_BYTES = 1024
 
@@ -71,7 +73,8 @@ class Region:
 
     def __init__(self, frame: Frame, steps: Sequence[Step], dynamic: frozenset[int], *, traced: bool = False) -> None:
         self.steps = tuple(steps)
-        self.functions: OrderedDict[Key, _Function] = OrderedDict()
+        #: None where the steps could not be compiled for what the key stands for.
+        self.functions: OrderedDict[Key, _Function | None] = OrderedDict()
         self.compilations = 0
         #: What runs where no function does: the steps, or smaller regions.
         self.lines: Sequence[Line] = [line(step) for step in self.steps]
@@ -86,7 +89,7 @@ class Region:
         self._freed = tuple(sorted(freed - written))
         self._calls: OrderedDict[Key, int] = OrderedDict()
         self._misses = 0
-        self._parts: dict[tuple[int, int], Region] = {}
+        self._parts: dict[tuple[Step, ...], Region] = {}
         self._record: list[Key | None] = []
 
     def __call__(self) -> tuple[()]:
@@ -105,23 +108,23 @@ class Region:
         key = _key(values)
         if key is None:
             return False
-        function = self.functions.get(key)
-        if function is not None:
+        if key in self.functions:
             self.functions.move_to_end(key)
+            function = self.functions[key]
         elif self._comes_again(key):
-            function = _Function(self._frame, self.steps, self._inputs, self._outputs, values)
+            function = self._keep(key, _Function(self._frame, self.steps, self._inputs, self._outputs, values))
         else:
+            return False
+        if function is None:
             return False
         try:
             results = function(values)
         except Exception:  # noqa: BLE001 - step by step the same error, if it is one of the model, names its node
-            self._put(self._inputs, values)
-            self.whole = False
-            self.functions.clear()
+            self.functions[key] = None
+            results = None
+        self._put(self._inputs, values)  # a function that is traced has moved them
+        if results is None:
             return False
-        if key not in self.functions:
-            self._keep(key, function)
-        self._put(self._inputs, values)  # the tracing has moved them
         for slot in self._freed:
             self._frame[slot] = None
         self._put(self._outputs, results)
@@ -136,14 +139,15 @@ class Region:
         self._calls[key] = count
         if len(self._calls) > REMEMBERED:
             self._calls.popitem(last=False)
-        return count >= 2 + self.compilations // KEPT
+        return count >= 2 << self.compilations // KEPT
 
-    def _keep(self, key: Key, function: _Function) -> None:
+    def _keep(self, key: Key, function: _Function) -> _Function:
         self.compilations += 1
         self.functions[key] = function
         self._calls.pop(key, None)
         if len(self.functions) > KEPT:
             self.functions.popitem(last=False)
+        return function
 
     # -- step by step
 
@@ -177,12 +181,11 @@ class Region:
         if again and before:
             marks = [now is not None and now == then for then, now in zip(before, self._record, strict=True)]
             self.lines = _grouped(self.steps, marks, self._part)
+            self._parts = {part.steps: part for part in _regions(self.lines)}
 
     def _part(self, start: int, stop: int) -> Region:
-        part = self._parts.get((start, stop))
-        if part is None:
-            part = self._parts[start, stop] = Region(self._frame, self.steps[start:stop], self._dynamic, traced=True)
-        return part
+        steps = self.steps[start:stop]
+        return self._parts.get(steps) or Region(self._frame, steps, self._dynamic, traced=True)
 
 
 class _Function:
@@ -226,13 +229,13 @@ def _may_be_compiled(plan: Plan, step: Step) -> bool:
 
 
 def _grouped(steps: Sequence[Step], marks: Sequence[bool], region: Callable[[int, int], Region]) -> list[Line]:
-    """The lines of steps, each run of two or more that are marked as one region."""
+    """The lines of steps, each run of at least LEAST that are marked as one region."""
     lines, start = [], 0
     while start < len(steps):
         stop = start
         while stop < len(steps) and marks[stop]:
             stop += 1
-        if stop - start < 2:
+        if stop - start < LEAST:
             lines.append(line(steps[start]))
             start += 1
         else:
@@ -247,10 +250,13 @@ def _region(frame: Frame, steps: Sequence[Step], dynamic: frozenset[int], start:
 
 def _serving(lines: Sequence[Line]) -> Iterator[Region]:
     """The regions that serve, or may: one that was never compiled as a whole gives way to those it has become."""
-    for call, *_ in lines:
-        if isinstance(call, Region):
-            parts = list(_serving(call.lines))
-            yield from ([call] if call.functions or (call.whole is not False and not parts) else parts)
+    for region in _regions(lines):
+        parts = list(_serving(region.lines))
+        yield from ([region] if any(region.functions.values()) or (region.whole is not False and not parts) else parts)
+
+
+def _regions(lines: Sequence[Line]) -> list[Region]:
+    return [call for call, *_ in lines if isinstance(call, Region)]
 
 
 def _key(values: Sequence[Any]) -> Key | None:
