@@ -1,17 +1,12 @@
 #include "dense.h"
 
 #include <algorithm>
-#include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <vector>
 
 #include "clones.h"
 #include "threads.h"
-
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
-#define LUT4TOOL_VNNI
-#endif
 
 namespace lut4tool {
 namespace {
@@ -137,68 +132,6 @@ LUT4TOOL_CLONES void multiply_rows(const float *a, std::size_t a_stride, const f
     }
 }
 
-using Dots = void (*)(const std::uint8_t *a, const std::int8_t *b, std::size_t depth, std::size_t rows,
-                      std::size_t columns, std::int32_t *out, std::size_t stride);
-
-// Dot products of `rows` rows of a with `columns` rows of b, each of `depth` bytes.
-LUT4TOOL_CLONES void dots(const std::uint8_t *a, const std::int8_t *b, std::size_t depth, std::size_t rows,
-                          std::size_t columns, std::int32_t *out, std::size_t stride) {
-    for (std::size_t row = 0; row < rows; ++row) {
-        for (std::size_t column = 0; column < columns; ++column) {
-            std::int32_t sum = 0;
-            for (std::size_t k = 0; k < depth; ++k)
-                sum += std::int32_t(a[row * depth + k]) * std::int32_t(b[column * depth + k]);
-            out[row * stride + column] = sum;
-        }
-    }
-}
-
-#ifdef LUT4TOOL_VNNI
-template <std::size_t ROWS, std::size_t COLUMNS>
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni"))) void dots_block(const std::uint8_t *a,
-                                                                               const std::int8_t *b, std::size_t depth,
-                                                                               std::int32_t *out, std::size_t stride) {
-    __m512i sums[ROWS][COLUMNS];
-    for (auto &row : sums)
-        for (auto &sum : row) sum = _mm512_setzero_si512();
-    for (std::size_t k = 0; k < depth; k += 64) {
-        __m512i right[COLUMNS];
-        for (std::size_t column = 0; column < COLUMNS; ++column) right[column] = _mm512_loadu_si512(b + column * depth + k);
-        for (std::size_t row = 0; row < ROWS; ++row) {
-            const __m512i left = _mm512_loadu_si512(a + row * depth + k);
-            for (std::size_t column = 0; column < COLUMNS; ++column)
-                sums[row][column] = _mm512_dpbusd_epi32(sums[row][column], left, right[column]);
-        }
-    }
-    for (std::size_t row = 0; row < ROWS; ++row)
-        for (std::size_t column = 0; column < COLUMNS; ++column)
-            out[row * stride + column] = _mm512_reduce_add_epi32(sums[row][column]);
-}
-
-void dots_vnni(const std::uint8_t *a, const std::int8_t *b, std::size_t depth, std::size_t rows, std::size_t columns,
-               std::int32_t *out, std::size_t stride) {
-    std::size_t column = 0;
-    for (; column + 4 <= columns; column += 4) {
-        std::size_t row = 0;
-        for (; row + 4 <= rows; row += 4)
-            dots_block<4, 4>(a + row * depth, b + column * depth, depth, out + row * stride + column, stride);
-        for (; row < rows; ++row)
-            dots_block<1, 4>(a + row * depth, b + column * depth, depth, out + row * stride + column, stride);
-    }
-    for (; column < columns; ++column)
-        for (std::size_t row = 0; row < rows; ++row)
-            dots_block<1, 1>(a + row * depth, b + column * depth, depth, out + row * stride + column, stride);
-}
-#endif
-
-Dots best_dots() {
-#ifdef LUT4TOOL_VNNI
-    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
-        return dots_vnni;
-#endif
-    return dots;
-}
-
 }  // namespace
 
 void multiply_dense(const Blas &blas, const Strided &a, const Strided &b, std::size_t M, std::size_t N, std::size_t K,
@@ -309,88 +242,6 @@ void convolve(const Blas &blas, const Convolution &s, const float *x, const floa
         unroll(s, input, s.depth, first, last, buffer.data());
         multiply(part, 0, s.kernels, first, last, buffer.data(), last - first);
     });
-}
-
-std::size_t packed_depth(std::size_t K) { return divided(std::max<std::size_t>(K, 1), 64) * 64; }
-
-void multiply_bytes(const std::uint8_t *a, const std::int8_t *b, const std::int32_t *a_zero, const std::int32_t *b_zero,
-                    const std::int32_t *b_sums, std::size_t M, std::size_t N, std::size_t K, std::int32_t *out,
-                    unsigned threads) {
-    static const Dots multiply = best_dots();
-    const std::size_t depth = packed_depth(K);
-    if (M * N * depth <= 4 * SMALL) threads = 1;  // a processor's byte products are that much faster
-    // uint32 arithmetic: int32 that wraps. Sum (a - p)(b - q) = sum ab - p sum b - q (sum a - K p).
-    std::vector<std::uint32_t> rest(M);
-    for (std::size_t m = 0; m < M; ++m) {
-        std::uint32_t sum = 0;
-        for (std::size_t k = 0; k < K; ++k) sum += a[m * depth + k];
-        rest[m] = sum - std::uint32_t(K) * std::uint32_t(a_zero[m]);
-    }
-    const std::size_t width = piece(N, PIECES * threads, LINE);
-    parallel(divided(N, width), threads, [&](std::size_t index) {
-        const std::size_t first = index * width, columns = std::min(width, N - first);
-        multiply(a, b + first * depth, depth, M, columns, out + first, N);
-        for (std::size_t m = 0; m < M; ++m) {
-            for (std::size_t n = first; n < first + columns; ++n) {
-                std::int32_t &value = out[m * N + n];
-                value = std::int32_t(std::uint32_t(value) - std::uint32_t(a_zero[m]) * std::uint32_t(b_sums[n]) -
-                                     std::uint32_t(b_zero[n]) * rest[m]);
-            }
-        }
-    });
-}
-
-namespace {
-
-// The least and greatest of x and 0; false where there is a NaN.
-LUT4TOOL_CLONES bool bounds(const float *x, std::size_t count, float &low, float &high) {
-    constexpr std::size_t LANES = 32;
-    float lows[LANES] = {}, highs[LANES] = {};
-    std::uint32_t unordered = 0;
-    std::size_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        for (std::size_t lane = 0; lane < LANES; ++lane) {
-            const float value = x[i + lane];
-            lows[lane] = value < lows[lane] ? value : lows[lane];
-            highs[lane] = value > highs[lane] ? value : highs[lane];
-            unordered |= value != value;
-        }
-    }
-    for (; i < count; ++i) {
-        lows[0] = std::min(lows[0], x[i]);
-        highs[0] = std::max(highs[0], x[i]);
-        unordered |= x[i] != x[i];
-    }
-    low = *std::min_element(lows, lows + LANES);
-    high = *std::max_element(highs, highs + LANES);
-    return unordered == 0;
-}
-
-LUT4TOOL_CLONES void quantize_piece(const float *x, std::size_t count, float scale, float zero, float low, float high,
-                                    std::uint8_t *values) {
-    for (std::size_t i = 0; i < count; ++i) {
-        float step = std::rint(x[i] / scale) + zero;
-        step = step == step ? step : 0.0f;
-        step = step < high ? step : high;
-        values[i] = std::uint8_t(std::int32_t(step > low ? step : low));
-    }
-}
-
-}  // namespace
-
-void quantize(const float *x, std::size_t count, float scale, float zero, float low, float high, std::uint8_t *values) {
-    quantize_piece(x, count, scale, zero, low, high, values);
-}
-
-bool quantize(const float *x, std::size_t count, std::uint8_t *values, float &scale, std::uint8_t &zero) {
-    float low, high;
-    if (!bounds(x, count, low, high) || std::isinf(low) || std::isinf(high)) return false;
-    scale = (high - low) / 255.0f;
-    if (scale == 0.0f) scale = 1.0f;
-    const float point = std::rint(std::min(std::max(-low / scale, 0.0f), 255.0f));
-    zero = std::uint8_t(point);
-    quantize_piece(x, count, scale, point, 0.0f, 255.0f, values);
-    return true;
 }
 
 }  // namespace lut4tool

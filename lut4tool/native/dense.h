@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 
 namespace lut4tool {
 
@@ -40,20 +39,5 @@ struct Convolution {
 
 void convolve(const Blas &blas, const Convolution &shape, const float *x, const float *w, const float *bias, float *y,
               unsigned threads);
-
-// Bytes of a row of K elements in the packed operands below.
-std::size_t packed_depth(std::size_t K);
-
-// out [M, N] = (a [M, K] - a_zero [M]) @ (b [N, K] - b_zero [N]).T in int32, which wraps. a is uint8, b int8, both with
-// rows of packed_depth(K) bytes, zero beyond K; b_sums [N] are the sums of b's rows.
-void multiply_bytes(const std::uint8_t *a, const std::int8_t *b, const std::int32_t *a_zero, const std::int32_t *b_zero,
-                    const std::int32_t *b_sums, std::size_t M, std::size_t N, std::size_t K, std::int32_t *out,
-                    unsigned threads);
-
-// values = rint(x / scale) + zero between low and high, a byte each; NaN becomes 0.
-void quantize(const float *x, std::size_t count, float scale, float zero, float low, float high, std::uint8_t *values);
-
-// What ONNX's DynamicQuantizeLinear makes of x [count]: values, scale and zero point; false where x has a NaN or Inf.
-bool quantize(const float *x, std::size_t count, std::uint8_t *values, float &scale, std::uint8_t &zero);
 
 }  // namespace lut4tool

@@ -2,19 +2,15 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <climits>
 #include <algorithm>
 #include <optional>
 #include <stdexcept>
-#include <string>
 #include <vector>
 
-#include "curves.h"
 #include "dense.h"
-#include "recurrent.h"
 
 namespace nb = nanobind;
 
@@ -26,9 +22,6 @@ using MatrixOut = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>
 using Tensor = nb::ndarray<const float, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
 using TensorOut = nb::ndarray<float, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
 using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <typename Element>
-using Rows = nb::ndarray<Element, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Integers = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 Blas blas;
 
@@ -82,104 +75,6 @@ void conv(const Tensor &x, const Tensor &w, const std::optional<Vector> &bias, c
     convolve(blas, s, input, weight, offset, target, threads);
 }
 
-void matmul_bytes(const Rows<const std::uint8_t> &a, const Rows<const std::int8_t> &b, const Integers &a_zero,
-                  const Integers &b_zero, const Integers &b_sums, std::size_t K, const Rows<std::int32_t> &out,
-                  unsigned threads) {
-    const std::size_t M = a.shape(0), N = b.shape(0);
-    check(a.shape(1) == packed_depth(K) && b.shape(1) == packed_depth(K), "rows must have packed_depth(K) bytes");
-    check(a_zero.size() == M && b_zero.size() == N && b_sums.size() == N, "zero points and sums do not fit");
-    check(out.shape(0) == M && out.shape(1) == N && M > 0 && N > 0, "out does not fit");
-    const std::uint8_t *left = a.data();
-    const std::int8_t *right = b.data();
-    const std::int32_t *points = a_zero.data(), *offsets = b_zero.data(), *sums = b_sums.data();
-    std::int32_t *target = out.data();
-    nb::gil_scoped_release release;
-    multiply_bytes(left, right, points, offsets, sums, M, N, K, target, threads);
-}
-
-using State = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Steps = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
-using StepsOut = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
-using Lengths = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-Sequence sequence(const Steps &x, const StepsOut &y, const State &h, const std::optional<Lengths> &lengths,
-                  bool backward, std::size_t gates) {
-    const std::size_t steps = x.shape(0), batch = x.shape(1), hidden = h.shape(1);
-    check(blas.sgemm != nullptr, "no BLAS was given");
-    check(hidden > 0 && batch > 0 && hidden <= INT_MAX / 4 && batch <= INT_MAX, "the state's shape is not served");
-    check(x.shape(2) == gates * hidden && h.shape(0) == batch, "x and h do not fit");
-    check(y.shape(0) == steps && y.shape(1) == batch && y.shape(2) == hidden, "y does not fit");
-    check(!lengths || lengths->size() == batch, "lengths do not fit");
-    return {steps, batch, hidden, x.data(), y.data(), h.data(), nullptr, lengths ? lengths->data() : nullptr, backward};
-}
-
-void lstm(const Steps &x, const Matrix &r, const StepsOut &y, const State &h, const State &c,
-          const std::optional<Lengths> &lengths, bool backward, unsigned threads) {
-    Sequence s = sequence(x, y, h, lengths, backward, 4);
-    check(c.shape(0) == s.batch && c.shape(1) == s.hidden, "c does not fit");
-    check(r.shape(0) == 4 * s.hidden && r.shape(1) == s.hidden && r.stride(1) == 1 && r.stride(0) == std::int64_t(s.hidden),
-          "r must be [4 * H, H]");
-    s.c = c.data();
-    const Recurrent weights{r.data(), nullptr, nullptr, nullptr, nullptr};
-    nb::gil_scoped_release release;
-    run_lstm(blas, s, weights, threads);
-}
-
-void lstm_bytes(const Steps &x, const Rows<const std::int8_t> &r, const Integers &zero, const Integers &sums,
-                const Vector &factors, const StepsOut &y, const State &h, const State &c,
-                const std::optional<Lengths> &lengths, bool backward, unsigned threads) {
-    Sequence s = sequence(x, y, h, lengths, backward, 4);
-    check(c.shape(0) == s.batch && c.shape(1) == s.hidden, "c does not fit");
-    const std::size_t rows = 4 * s.hidden;
-    check(r.shape(0) == rows && r.shape(1) == packed_depth(s.hidden), "r must be packed [4 * H, H]");
-    check(zero.size() == rows && sums.size() == rows && factors.size() == rows, "what a row of r has does not fit");
-    s.c = c.data();
-    const Recurrent weights{nullptr, r.data(), zero.data(), sums.data(), factors.data()};
-    nb::gil_scoped_release release;
-    run_lstm(blas, s, weights, threads);
-}
-
-void gru(const Steps &x, const Matrix &r, const Vector &bias, bool reset_after, const StepsOut &y, const State &h,
-         const std::optional<Lengths> &lengths, bool backward, unsigned threads) {
-    const Sequence s = sequence(x, y, h, lengths, backward, 3);
-    check(r.shape(0) == 3 * s.hidden && r.shape(1) == s.hidden && r.stride(1) == 1 && r.stride(0) == std::int64_t(s.hidden),
-          "r must be [3 * H, H]");
-    check(bias.size() == s.hidden, "bias does not fit");
-    const float *weights = r.data(), *offset = bias.data();
-    nb::gil_scoped_release release;
-    run_gru(blas, s, weights, offset, reset_after, threads);
-}
-
-using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Scale = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-bool quantize_bytes(const Vector &x, const Bytes &values, const Scale &scale, const Bytes &zero) {
-    check(values.size() == x.size() && scale.size() == 1 && zero.size() == 1, "the results do not fit");
-    const float *input = x.data();
-    std::uint8_t *steps = values.data();
-    float &factor = *scale.data();
-    std::uint8_t &point = *zero.data();
-    nb::gil_scoped_release release;
-    return quantize(input, x.size(), steps, factor, point);
-}
-
-void quantize_linear(const Vector &x, float scale, float zero, float low, float high, const Bytes &values) {
-    check(values.size() == x.size(), "the result does not fit");
-    const float *input = x.data();
-    std::uint8_t *steps = values.data();
-    nb::gil_scoped_release release;
-    quantize(input, x.size(), scale, zero, low, high, steps);
-}
-
-void curve(const std::string &name, const Vector &x, const Scale &out, unsigned threads) {
-    check(out.size() == x.size(), "the result does not fit");
-    check(name == "sigmoid" || name == "tanh", "there is no such curve");
-    const float *input = x.data();
-    float *target = out.data();
-    nb::gil_scoped_release release;
-    map_curve(name == "sigmoid" ? Curve::sigmoid : Curve::tanh, input, x.size(), target, threads);
-}
-
 }  // namespace
 
 void add_dense(nb::module_ &m) {
@@ -190,25 +85,6 @@ void add_dense(nb::module_ &m) {
           nb::arg("threads"));
     m.def("conv", &conv, nb::arg("x").noconvert(), nb::arg("w").noconvert(), nb::arg("bias").noconvert().none(),
           nb::arg("geometry"), nb::arg("groups"), nb::arg("y").noconvert(), nb::arg("threads"));
-    m.def("lstm", &lstm, nb::arg("x").noconvert(), nb::arg("r").noconvert(), nb::arg("y").noconvert(),
-          nb::arg("h").noconvert(), nb::arg("c").noconvert(), nb::arg("lengths").noconvert().none(), nb::arg("backward"),
-          nb::arg("threads"));
-    m.def("lstm_bytes", &lstm_bytes, nb::arg("x").noconvert(), nb::arg("r").noconvert(), nb::arg("zero").noconvert(),
-          nb::arg("sums").noconvert(), nb::arg("factors").noconvert(), nb::arg("y").noconvert(),
-          nb::arg("h").noconvert(), nb::arg("c").noconvert(), nb::arg("lengths").noconvert().none(), nb::arg("backward"),
-          nb::arg("threads"));
-    m.def("gru", &gru, nb::arg("x").noconvert(), nb::arg("r").noconvert(), nb::arg("bias").noconvert(),
-          nb::arg("reset_after"), nb::arg("y").noconvert(), nb::arg("h").noconvert(),
-          nb::arg("lengths").noconvert().none(), nb::arg("backward"), nb::arg("threads"));
-    m.def("quantize", &quantize_bytes, nb::arg("x").noconvert(), nb::arg("values").noconvert(),
-          nb::arg("scale").noconvert(), nb::arg("zero").noconvert());
-    m.def("quantize_linear", &quantize_linear, nb::arg("x").noconvert(), nb::arg("scale"), nb::arg("zero"),
-          nb::arg("low"), nb::arg("high"), nb::arg("values").noconvert());
-    m.def("curve", &curve, nb::arg("name"), nb::arg("x").noconvert(), nb::arg("out").noconvert(), nb::arg("threads"));
-    m.def("packed_depth", &packed_depth);
-    m.def("matmul_bytes", &matmul_bytes, nb::arg("a").noconvert(), nb::arg("b").noconvert(),
-          nb::arg("a_zero").noconvert(), nb::arg("b_zero").noconvert(), nb::arg("b_sums").noconvert(), nb::arg("K"),
-          nb::arg("out").noconvert(), nb::arg("threads"));
 }
 
 }  // namespace lut4tool

@@ -157,11 +157,13 @@ void multiply_rows(const Matrix &matrix, const Rows &x, const RowsOut &y, const 
 }  // namespace
 
 namespace lut4tool {
-void add_dense(nb::module_ &m);  // dense_module.cpp
+void add_dense(nb::module_ &m);      // dense_module.cpp
+void add_recurrent(nb::module_ &m);  // recurrent_module.cpp
 }
 
 NB_MODULE(_native, m) {
     add_dense(m);
+    add_recurrent(m);
     m.def("decode_elements", &decode_elements, nb::arg("packed").noconvert(), nb::arg("scales").noconvert(), nb::arg("codebook").noconvert(),
           nb::arg("block_size"), nb::arg("high_nibble_first"), nb::arg("out").noconvert(), nb::arg("threads") = 1);
     m.def("decode_qmm", &decode_qmm, nb::arg("packed").noconvert(), nb::arg("scales").noconvert(), nb::arg("zero_points").noconvert(), nb::arg("rows"),

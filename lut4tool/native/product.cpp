@@ -158,6 +158,11 @@ void multiply(const Packed4 &weight, const float *x, size_t M, float *y, Product
     mend_overflows(weight, x, M, y, threads);
 }
 
+void multiply_panels(const float *x, size_t stride, size_t rows, const float *panels, size_t count, size_t depth,
+                     float *out, size_t out_stride) {
+    chosen->panels(x, stride, rows, panels, count, depth, out, out_stride);
+}
+
 const char *product_instruction_set() { return chosen->name; }
 
 bool use_product_instruction_set(const char *name) {

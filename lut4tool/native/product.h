@@ -44,6 +44,13 @@ void multiply(const Packed4 &weight, const float *x, std::size_t M, float *y, Pr
 // Which kernel `automatic` means for M rows of x.
 ProductKernel chosen_kernel(const Packed4 &weight, std::size_t M);
 
+// Columns of a panel of a prepared float32 weight.
+constexpr std::size_t PANEL_COLUMNS = 16;
+
+// out [rows, 16 * count] = x [rows, depth] times panels [count, depth, 16], on this thread.
+void multiply_panels(const float *x, std::size_t stride, std::size_t rows, const float *panels, std::size_t count,
+                     std::size_t depth, float *out, std::size_t out_stride);
+
 // "avx512", "avx2", "neon" or "portable"; the second is false where this machine lacks it.
 const char *product_instruction_set();
 bool use_product_instruction_set(const char *name);
@@ -93,6 +100,9 @@ struct ProductKernels {
     void (*gemv)(const Packed4 &, const float *x, float *y, std::size_t begin, std::size_t end);
     // Strips [begin, end) of all rows; y has `outputs` columns.
     void (*tile)(const Packed4 &, const PackedRows &, float *y, std::size_t begin, std::size_t end);
+    // As multiply_panels.
+    void (*panels)(const float *x, std::size_t stride, std::size_t rows, const float *panels, std::size_t count,
+                   std::size_t depth, float *out, std::size_t out_stride);
 };
 
 extern const ProductKernels portable_products, avx2_products, avx512_products, neon_products;

@@ -3,8 +3,9 @@
 namespace lut4tool {
 namespace {
 #include "product_kernels.h"
+#include "panel_kernels.h"
 }  // namespace
 
-const ProductKernels avx2_products{"avx2", L, Lanes::rows_of_tile, gemv, tile};
+const ProductKernels avx2_products{"avx2", L, Lanes::rows_of_tile, gemv, tile, panel_products};
 
 }  // namespace lut4tool

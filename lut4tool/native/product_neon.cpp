@@ -3,8 +3,9 @@
 namespace lut4tool {
 namespace {
 #include "product_kernels.h"
+#include "panel_kernels.h"
 }  // namespace
 
-const ProductKernels neon_products{"neon", L, Lanes::rows_of_tile, gemv, tile};
+const ProductKernels neon_products{"neon", L, Lanes::rows_of_tile, gemv, tile, panel_products};
 
 }  // namespace lut4tool

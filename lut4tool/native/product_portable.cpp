@@ -3,8 +3,9 @@
 namespace lut4tool {
 namespace {
 #include "product_kernels.h"
+#include "panel_kernels.h"
 }  // namespace
 
-const ProductKernels portable_products{"portable", L, Lanes::rows_of_tile, gemv, tile};
+const ProductKernels portable_products{"portable", L, Lanes::rows_of_tile, gemv, tile, panel_products};
 
 }  // namespace lut4tool

@@ -3,126 +3,223 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "clones.h"
 #include "curves.h"
+#include "product.h"
 #include "threads.h"
 
 namespace lut4tool {
 namespace {
 
-LUT4TOOL_CLONES void lstm_row(const float *x, const float *product, std::size_t hidden, float *c, float *h) {
-    const float *i = product, *o = i + hidden, *f = o + hidden, *g = f + hidden;
-    const float *xi = x, *xo = xi + hidden, *xf = xo + hidden, *xg = xf + hidden;
-    for (std::size_t k = 0; k < hidden; ++k) {
-        c[k] = sigmoid(xf[k] + f[k]) * c[k] + sigmoid(xi[k] + i[k]) * hyperbolic_tangent(xg[k] + g[k]);
-        h[k] = sigmoid(xo[k] + o[k]) * hyperbolic_tangent(c[k]);
+static_assert(UNITS == PANEL_COLUMNS);
+constexpr std::size_t WORTH = std::size_t(1) << 18;  // bytes of weights a step reads that are worth a second thread
+constexpr std::size_t ROWS = 16;                     // of x that a piece multiplies at least
+
+// Sums of a block's gates [gates][16] for one row: x's, with the biases, and the state's.
+LUT4TOOL_CLONES void lstm_block(const float *x, const float *bias, const float *sums, float *c, float *h) {
+    const float *i = sums, *o = i + UNITS, *f = o + UNITS, *g = f + UNITS;
+    const float *xi = x, *xo = xi + UNITS, *xf = xo + UNITS, *xg = xf + UNITS;
+    const float *bi = bias, *bo = bi + UNITS, *bf = bo + UNITS, *bg = bf + UNITS;
+    for (std::size_t k = 0; k < UNITS; ++k) {
+        const float in = sigmoid(xi[k] + bi[k] + i[k]), out = sigmoid(xo[k] + bo[k] + o[k]);
+        const float kept = sigmoid(xf[k] + bf[k] + f[k]), made = hyperbolic_tangent(xg[k] + bg[k] + g[k]);
+        c[k] = kept * c[k] + in * made;
+        h[k] = out * hyperbolic_tangent(c[k]);
     }
 }
 
-// The gates z and r; `reset` gets r * h.
-LUT4TOOL_CLONES void gru_gates(const float *x, const float *product, std::size_t hidden, const float *h, float *z,
-                               float *r, float *reset) {
-    for (std::size_t k = 0; k < hidden; ++k) {
-        z[k] = sigmoid(x[k] + product[k]);
-        r[k] = sigmoid(x[hidden + k] + product[hidden + k]);
-        reset[k] = r[k] * h[k];
+LUT4TOOL_CLONES void gate_block(const float *x, const float *bias, const float *sums, float *gate) {
+    for (std::size_t k = 0; k < UNITS; ++k) gate[k] = sigmoid(x[k] + bias[k] + sums[k]);
+}
+
+// h anew from z and what is added to its input.
+LUT4TOOL_CLONES void gru_block(const float *x, const float *bias, const float *added, const float *z, float *h) {
+    for (std::size_t k = 0; k < UNITS; ++k)
+        h[k] = (1.0f - z[k]) * hyperbolic_tangent(x[k] + bias[k] + added[k]) + z[k] * h[k];
+}
+
+// Rows [rows, depth] rounded for a product with bytes.
+struct Rounded {
+    std::vector<std::uint8_t> values;
+    std::vector<std::int32_t> zeros;
+    float step = 0;
+    bool finite = false;
+
+    void round(const float *x, std::size_t rows, std::size_t depth) {
+        const std::size_t padded = packed_depth(depth);
+        values.resize(rows * padded), zeros.resize(rows);
+        std::uint8_t zero;
+        finite = quantization(x, rows * depth, step, zero);
+        if (!finite) return;
+        std::fill(zeros.begin(), zeros.end(), zero);
+        for (std::size_t row = 0; row < rows; ++row)
+            quantize(x + row * depth, depth, step, zero, 0, 255, &values[row * padded]);
     }
-}
 
-// h anew from z and from what the state adds to its input: factor * (product + bias), or product + bias.
-LUT4TOOL_CLONES void gru_row(const float *x, const float *product, const float *bias, const float *factor,
-                             const float *z, std::size_t hidden, float *h) {
-    for (std::size_t k = 0; k < hidden; ++k) {
-        const float added = factor ? factor[k] * (product[k] + bias[k]) : product[k] + bias[k];
-        h[k] = (1.0f - z[k]) * hyperbolic_tangent(x[k] + added) + z[k] * h[k];
+    // Columns [16 * first, 16 * last) of rows [row, row + rows) of the product; NaN where there was one, or an Inf.
+    void multiply(const Panels &b, std::size_t row, std::size_t rows, std::size_t first, std::size_t last, float *out) {
+        if (!finite) {
+            for (std::size_t m = 0; m < rows; ++m)
+                std::fill(out + m * b.bytes.N + first * UNITS, out + m * b.bytes.N + last * UNITS, NAN);
+            return;
+        }
+        const std::uint8_t *left = values.data() + row * packed_depth(b.depth);
+        multiply_bytes(left, &zeros[row], rows, b.bytes, first, last, {nullptr, out, b.factors, step});
     }
-}
+};
 
-LUT4TOOL_CLONES void scale(const std::int32_t *total, const float *factors, float step, std::size_t count, float *out) {
-    for (std::size_t k = 0; k < count; ++k) out[k] = float(total[k]) * (step * factors[k]);
-}
-
-// Steps of one sequence in their order; `row(t, b)` runs where the sequence has step t, else y is 0.
-template <typename Product, typename Row>
-void run(const Sequence &s, const Product &product, const Row &row) {
-    for (std::size_t step = 0; step < s.steps; ++step) {
-        const std::size_t t = s.backward ? s.steps - 1 - step : step;
-        product();
-        for (std::size_t b = 0; b < s.batch; ++b) {
-            float *y = s.y + (t * s.batch + b) * s.hidden;
-            if (s.lengths && std::int64_t(t) >= s.lengths[b]) {
-                std::fill(y, y + s.hidden, 0.0f);
-            } else {
-                row(t, b);
-                std::copy(s.h + b * s.hidden, s.h + (b + 1) * s.hidden, y);
-            }
+// One direction while it runs. States alternate between two buffers [batch, blocks * 16]: a step reads one, writes one.
+class Run {
+  public:
+    Run(const Cell &cell, const Sequence &sequence)
+        : cell_(cell), s_(sequence), width_(cell.blocks() * UNITS), gates_(cell.input.gates * width_),
+          // rows of the state's product are as long as its panels' depth says
+          x_(new float[sequence.steps * sequence.batch * gates_]) {
+        for (auto &state : h_) state.assign(s_.batch * width_, 0.0f);
+        c_.assign(s_.c ? s_.batch * width_ : 0, 0.0f);
+        if (cell.kind == Cell::Kind::gru) reset_.assign(s_.batch * width_, 0.0f), z_.assign(s_.batch * width_, 0.0f);
+        for (std::size_t b = 0; b < s_.batch; ++b) {
+            std::copy_n(s_.h + b * cell.hidden, cell.hidden, &h_[0][b * width_]);
+            if (s_.c) std::copy_n(s_.c + b * cell.hidden, cell.hidden, &c_[b * width_]);
         }
     }
+
+    // What x adds to the gates, for pieces of rows.
+    std::size_t rows() const { return s_.steps * s_.batch; }
+    void round_input() { if (cell_.input.bytes.panels) rounded_.round(s_.x, rows(), cell_.input.depth); }
+    void multiply_input(std::size_t first, std::size_t count) {
+        const Panels &input = cell_.input;
+        float *out = x_.get() + first * gates_;
+        if (input.bytes.panels) return rounded_.multiply(input, first, count, 0, gates_ / UNITS, out);
+        multiply_panels(s_.x + first * input.depth, input.depth, count, input.floats, gates_ / UNITS, input.depth, out, gates_);
+    }
+
+    // A step has one phase, or two where a product needs the gates of all units.
+    std::size_t phases() const { return s_.steps * (cell_.kind == Cell::Kind::gru ? 2 : 1); }
+    std::size_t blocks() const { return cell_.blocks(); }
+
+    struct Scratch {
+        Rounded rounded;
+        std::size_t phase = SIZE_MAX;  // that the state was rounded for
+        std::vector<float> sums, state;
+    };
+
+    void block(std::size_t phase, std::size_t block, Scratch &own) {
+        const bool two = cell_.kind == Cell::Kind::gru, second = two && phase % 2;
+        const std::size_t step = two ? phase / 2 : phase, t = s_.backward ? s_.steps - 1 - step : step;
+        const std::vector<float> &from = second ? reset_ : h_[step % 2];
+        const Panels &panels = second ? cell_.late : cell_.state;
+        const std::size_t row = panels.bytes.panels ? panels.bytes.N : panels.gates * UNITS;
+        own.sums.resize(s_.batch * row);
+        float *sums = own.sums.data();
+        if (panels.bytes.panels) {
+            if (own.phase != phase) round_state(from, own), own.phase = phase;
+            own.rounded.multiply(panels, 0, s_.batch, block * panels.gates, (block + 1) * panels.gates, sums);
+            sums += block * panels.gates * UNITS;
+        } else {
+            multiply_panels(from.data(), width_, s_.batch, panels.floats + block * panels.gates * panels.depth * UNITS,
+                            panels.gates, panels.depth, sums, row);
+        }
+        for (std::size_t b = 0; b < s_.batch; ++b) unit(step, t, b, block, second, sums + b * row);
+    }
+
+    void finish() {
+        const std::vector<float> &last = h_[s_.steps % 2];
+        for (std::size_t b = 0; b < s_.batch; ++b) {
+            std::copy_n(&last[b * width_], cell_.hidden, s_.h + b * cell_.hidden);
+            if (s_.c) std::copy_n(&c_[b * width_], cell_.hidden, s_.c + b * cell_.hidden);
+        }
+    }
+
+  private:
+    void round_state(const std::vector<float> &from, Scratch &own) const {
+        own.state.resize(s_.batch * cell_.hidden);
+        for (std::size_t b = 0; b < s_.batch; ++b)
+            std::copy_n(&from[b * width_], cell_.hidden, &own.state[b * cell_.hidden]);
+        own.rounded.round(own.state.data(), s_.batch, cell_.hidden);
+    }
+
+    void unit(std::size_t step, std::size_t t, std::size_t b, std::size_t block, bool second, const float *sums) {
+        const std::size_t at = b * width_ + block * UNITS, gates = cell_.input.gates;
+        const float *x = x_.get() + (t * s_.batch + b) * gates_ + block * gates * UNITS;
+        const float *bias = cell_.bias + block * gates * UNITS, *old = &h_[step % 2][at];
+        float *now = &h_[(step + 1) % 2][at];
+        const bool over = s_.lengths && std::int64_t(t) >= s_.lengths[b];
+        if (cell_.kind == Cell::Kind::gru && !second) {
+            float r[UNITS];
+            gate_block(x, bias, sums, &z_[at]);
+            gate_block(x + UNITS, bias + UNITS, sums + UNITS, r);
+            for (std::size_t k = 0; k < UNITS; ++k) reset_[at + k] = r[k] * old[k];
+            return;
+        }
+        std::copy_n(old, UNITS, now);
+        if (over) return write(t, b, block, nullptr);
+        if (cell_.kind == Cell::Kind::lstm) {
+            lstm_block(x, bias, sums, &c_[at], now);
+        } else {
+            float added[UNITS], z[UNITS], r[UNITS];
+            const float *late = cell_.late_bias + block * UNITS;
+            if (second) {
+                for (std::size_t k = 0; k < UNITS; ++k) added[k] = sums[k] + late[k];
+            } else {
+                gate_block(x, bias, sums, z);
+                gate_block(x + UNITS, bias + UNITS, sums + UNITS, r);
+                for (std::size_t k = 0; k < UNITS; ++k) added[k] = r[k] * (sums[2 * UNITS + k] + late[k]);
+            }
+            gru_block(x + 2 * UNITS, bias + 2 * UNITS, added, second ? &z_[at] : z, now);
+        }
+        write(t, b, block, now);
+    }
+
+    void write(std::size_t t, std::size_t b, std::size_t block, const float *values) {
+        float *y = s_.y + t * s_.step_apart + b * s_.apart + block * UNITS;
+        const std::size_t count = std::min(UNITS, cell_.hidden - block * UNITS);
+        if (values) std::copy_n(values, count, y);
+        else std::fill(y, y + count, 0.0f);
+    }
+
+    const Cell &cell_;
+    const Sequence &s_;
+    const std::size_t width_, gates_;
+    std::unique_ptr<float[]> x_;
+    Rounded rounded_;
+    std::vector<float> h_[2], c_, reset_, z_;
+};
+
+std::size_t bytes_of(const Panels &panels, std::size_t blocks) {
+    return blocks * panels.gates * UNITS * (panels.bytes.panels ? packed_depth(panels.depth) : sizeof(float) * panels.depth);
 }
 
 }  // namespace
 
-void run_lstm(const Blas &blas, const Sequence &s, const Recurrent &r, unsigned threads) {
-    const std::size_t gates = 4 * s.hidden, depth = packed_depth(s.hidden);
-    std::vector<float> product(s.batch * gates);
-    std::vector<std::uint8_t> rounded(r.bytes ? s.batch * depth : 0), steps(r.bytes ? s.batch * s.hidden : 0);
-    std::vector<std::int32_t> total(r.bytes ? s.batch * gates : 0), zeros(s.batch);
-    const auto multiply = [&] {
-        if (!r.bytes) {
-            multiply_dense(blas, {s.h, s.hidden, false}, {r.floats, s.hidden, true}, s.batch, gates, s.hidden,
-                           product.data(), threads);
-            return;
-        }
-        float step;
-        std::uint8_t zero;
-        if (!quantize(s.h, s.batch * s.hidden, steps.data(), step, zero)) {  // a NaN: every gate of the batch is one
-            std::fill(product.begin(), product.end(), NAN);
-            return;
-        }
-        std::fill(zeros.begin(), zeros.end(), zero);
-        for (std::size_t b = 0; b < s.batch; ++b) std::copy_n(&steps[b * s.hidden], s.hidden, &rounded[b * depth]);
-        multiply_bytes(rounded.data(), r.bytes, zeros.data(), r.zero, r.sums, s.batch, gates, s.hidden, total.data(),
-                       threads);
-        for (std::size_t b = 0; b < s.batch; ++b) scale(&total[b * gates], r.factors, step, gates, &product[b * gates]);
-    };
-    run(s, multiply, [&](std::size_t t, std::size_t b) {
-        lstm_row(s.x + (t * s.batch + b) * gates, &product[b * gates], s.hidden, s.c + b * s.hidden, s.h + b * s.hidden);
+void run_cells(const Cell *cells, const Sequence *sequences, std::size_t directions, unsigned threads) {
+    std::vector<Run> runs;
+    runs.reserve(directions);
+    for (std::size_t d = 0; d < directions; ++d) runs.emplace_back(cells[d], sequences[d]);
+    const std::size_t blocks = cells[0].blocks(), rows = runs[0].rows();
+    const std::size_t read = bytes_of(cells[0].state, blocks), multiplied = rows * directions * bytes_of(cells[0].input, blocks);
+    const bool alone = multiplied < 16 * WORTH || threads == 1;
+    for (Run &run : runs) run.round_input();
+    const std::size_t pieces = alone ? 1 : std::max<std::size_t>(1, std::min<std::size_t>(rows / ROWS, 4 * threads));
+    parallel(directions * pieces, alone ? 1 : threads, [&](std::size_t index) {
+        const std::size_t piece = index % pieces, first = rows * piece / pieces;
+        runs[index / pieces].multiply_input(first, rows * (piece + 1) / pieces - first);
     });
-}
-
-void run_gru(const Blas &blas, const Sequence &s, const float *r, const float *bias, bool reset_after,
-             unsigned threads) {
-    const std::size_t hidden = s.hidden, gates = 3 * hidden, first = reset_after ? gates : 2 * hidden;
-    std::vector<float> product(s.batch * first), z(s.batch * hidden), reset(s.batch * hidden), state(s.batch * hidden),
-        late(reset_after ? 0 : s.batch * hidden);
-    const auto multiply = [&] {
-        multiply_dense(blas, {s.h, hidden, false}, {r, hidden, true}, s.batch, first, hidden, product.data(), threads);
-    };
-    if (reset_after) {
-        run(s, multiply, [&](std::size_t t, std::size_t b) {
-            const float *x = s.x + (t * s.batch + b) * gates, *p = &product[b * gates];
-            float *h = s.h + b * hidden;
-            gru_gates(x, p, hidden, h, z.data(), reset.data(), state.data());
-            gru_row(x + 2 * hidden, p + 2 * hidden, bias, reset.data(), z.data(), hidden, h);
+    if (directions > 1) {  // each on its own thread
+        parallel(directions, runs[0].phases() * read < 4 * WORTH ? 1 : threads, [&](std::size_t d) {
+            Run::Scratch own;
+            for (std::size_t phase = 0; phase < runs[d].phases(); ++phase)
+                for (std::size_t block = 0; block < blocks; ++block) runs[d].block(phase, block, own);
         });
-        return;
+    } else {
+        std::vector<Run::Scratch> own(threads);
+        parallel_phases(runs[0].phases(), blocks, read < WORTH ? 1 : threads,
+                        [&](std::size_t phase, std::size_t block, std::size_t worker) { runs[0].block(phase, block, own[worker]); });
     }
-    std::size_t step = 0;
-    const auto multiply_both = [&] {
-        const std::size_t t = s.backward ? s.steps - 1 - step++ : step++;
-        multiply();
-        for (std::size_t b = 0; b < s.batch; ++b)
-            gru_gates(s.x + (t * s.batch + b) * gates, &product[b * first], hidden, s.h + b * hidden, &z[b * hidden],
-                      reset.data(), &state[b * hidden]);
-        multiply_dense(blas, {state.data(), hidden, false}, {r + first * hidden, hidden, true}, s.batch, hidden, hidden,
-                       late.data(), threads);
-    };
-    run(s, multiply_both, [&](std::size_t t, std::size_t b) {
-        gru_row(s.x + (t * s.batch + b) * gates + 2 * hidden, &late[b * hidden], bias, nullptr, &z[b * hidden], hidden,
-                s.h + b * hidden);
-    });
+    for (Run &run : runs) run.finish();
 }
 
 namespace {

@@ -111,4 +111,59 @@ void parallel(std::size_t pieces, unsigned threads, const std::function<void(std
     job->wait();
 }
 
+namespace {
+
+// Pieces [first, first + count) of each phase; the tickets of all phases before are taken when one begins.
+struct alignas(64) Share {
+    std::size_t first = 0, count = 0;
+    std::atomic<std::size_t> ticket{0};
+
+    bool take(std::size_t phase, std::size_t &piece) {
+        std::size_t next = ticket.load(std::memory_order_relaxed);
+        do {
+            if (next >= (phase + 1) * count) return false;
+        } while (!ticket.compare_exchange_weak(next, next + 1, std::memory_order_relaxed));
+        piece = first + next - phase * count;
+        return true;
+    }
+};
+
+// Wait for what another core does within microseconds; soon let the system run others.
+template <typename Condition>
+void spin_until(const Condition &condition) {
+    constexpr int SPINS = 200;
+    for (int spin = 0; !condition(); ++spin) {
+        if (spin >= SPINS) std::this_thread::yield();
+#if defined(__x86_64__) && defined(__GNUC__)
+        else __builtin_ia32_pause();
+#endif
+    }
+}
+
+}  // namespace
+
+void parallel_phases(std::size_t phases, std::size_t pieces, unsigned threads,
+                     const std::function<void(std::size_t, std::size_t, std::size_t)> &work) {
+    const std::size_t machine = std::max(1u, std::thread::hardware_concurrency());
+    const std::size_t workers = std::max<std::size_t>(1, std::min({pieces, std::size_t(threads), machine}));
+    std::unique_ptr<Share[]> shares(new Share[workers]);
+    for (std::size_t w = 0; w < workers; ++w) {
+        shares[w].first = pieces * w / workers;
+        shares[w].count = pieces * (w + 1) / workers - shares[w].first;
+    }
+    std::atomic<std::size_t> done{0};
+    parallel(workers, threads, [&](std::size_t worker) {
+        for (std::size_t phase = done.load(std::memory_order_acquire) / std::max<std::size_t>(pieces, 1); phase < phases; ++phase) {
+            for (std::size_t other = 0; other < workers; ++other) {
+                Share &share = shares[(worker + other) % workers];
+                for (std::size_t piece; share.take(phase, piece);) {
+                    work(phase, piece, worker);
+                    done.fetch_add(1, std::memory_order_release);
+                }
+            }
+            spin_until([&] { return done.load(std::memory_order_acquire) >= (phase + 1) * pieces; });
+        }
+    });
+}
+
 }  // namespace lut4tool

@@ -10,4 +10,10 @@ namespace lut4tool {
 // Pieces are taken in order by whoever is free. Bounded by the machine. Callable from several threads, and after fork.
 void parallel(std::size_t pieces, unsigned threads, const std::function<void(std::size_t)> &work);
 
+// Run work(phase, piece, worker) for every piece of each phase, none before the whole phase before it is done. A worker
+// (below `threads`) has its own pieces, the same in every phase, so that they stay in its core's cache; it takes others'
+// where they are late, so that a thread which the system does not run delays one piece.
+void parallel_phases(std::size_t phases, std::size_t pieces, unsigned threads,
+                     const std::function<void(std::size_t phase, std::size_t piece, std::size_t worker)> &work);
+
 }  // namespace lut4tool

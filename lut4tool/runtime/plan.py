@@ -47,7 +47,8 @@ class Node:
     """What a planned operator sees of its node.
 
     attributes: Python values, subgraphs as Graph (callables); constants: each input's NumPy array, None where it is not
-    a constant; given: whether each input is there; outputs: how many; note: records a choice in the plan for this node.
+    a constant; given: whether each input is there; types: of each input as ONNX writes it, None where it is not known;
+    outputs: how many; note: records a choice in the plan for this node.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Node:
     attributes: Mapping[str, Any]
     constants: tuple[np.ndarray | None, ...]
     given: tuple[bool, ...]
+    types: tuple[str | None, ...]
     outputs: int
     device: mx.Device
     note: Callable[[Any], None]
@@ -135,6 +137,8 @@ def check(model: onnx.ModelProto, device: mx.Device) -> list[str]:
 
 class _Planner:
     """Turns a ModelProto into a Plan, collecting the problems on the way."""
+
+    prepares = True  # operators for the values that are known
 
     def __init__(self, model: onnx.ModelProto, device: mx.Device, tensors: Tensors) -> None:
         self.model, self.device, self.tensors = model, device, tensors
@@ -352,19 +356,23 @@ class _Planner:
 
     def prepared(self, site: Site, row: Operator) -> Callable[..., Any] | None:
         """What runs a node: the row's function, or what a planned one makes of the node; None where it is refused."""
-        if not row.planned and row.check is None:
-            return _bound(site, row)
+        host = on_host()
+        prepare = row.prepare if host and self.prepares else None
+        if not row.planned and row.check is None and prepare is None:
+            return _bound(site, row, host)
         notes: list[Any] = []
         constants = tuple(value.constant.value if value.constant else None for value in site.inputs)
         given = tuple(not value.absent for value in site.inputs)
+        kinds = tuple(value.type for value in site.inputs)
         facts = Node(
-            site.name, row.name, row.domain, site.version, site.attributes, constants, given, len(site.outputs),
+            site.name, row.name, row.domain, site.version, site.attributes, constants, given, kinds, len(site.outputs),
             self.device, notes.append,
         )  # fmt: skip
         try:
             if row.check is not None:
                 row.check(facts)
-            run: Callable[..., Any] = row.run(facts) if row.planned else _bound(site, row)
+            run: Callable[..., Any] = row.run(facts) if row.planned else _bound(site, row, host)
+            run = run if prepare is None else prepare(facts) or run
         except Lut4Error as error:
             self.problem(f"node '{site.name}' ({row.name}): {error}")
             return None
@@ -375,7 +383,7 @@ class _Planner:
         """Bind a function to the slots of its inputs, each constant in the form that the operator wants."""
         if on_host():
             slots = tuple(self.place(value, host=True) for value in inputs)
-            return bind_host(partial(run, np) if row.takes_xp else run, self.frame, slots), slots
+            return bind_host(run, self.frame, slots), slots
         host = frozenset(row.host)
         if not row.takes_xp:
             slots = tuple(self.place(value, index in host) for index, value in enumerate(inputs))
@@ -489,6 +497,8 @@ class _Planner:
 class _Checker(_Planner):
     """A planner that loads no weights and prepares no kernels."""
 
+    prepares = False
+
     def place(self, value: Value, host: bool) -> int:
         """Small constants have slots; the others are never read."""
         return super().place(value, host) if value.constant is None or value.small else ABSENT
@@ -517,10 +527,11 @@ def _apart(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
     return copy
 
 
-def _bound(site: Site, row: Operator) -> Callable[..., Any]:
-    """The operator's function with its attributes."""
+def _bound(site: Site, row: Operator, host: bool) -> Callable[..., Any]:
+    """The operator's function with its attributes; on a CPU with `xp` too."""
     attributes = {**site.attributes, "outputs": len(site.outputs)} if row.takes_outputs else site.attributes
-    return partial(row.run, **attributes) if attributes else row.run
+    first = (np,) if host and row.takes_xp else ()
+    return partial(row.run, *first, **attributes) if attributes or first else row.run
 
 
 def _widens(site: Site, constants: Sequence[Constant]) -> bool:

@@ -16,10 +16,12 @@ the call, unless MLX lacks its type; with `xp`, all become mx.arrays where any i
 wanted as NumPy arrays. `planned=True` marks a function that is called once, while planning, with a `Node`, and returns
 the callable that runs, which takes the inputs as any operator does: for control flow and prepared weights. `check` is
 called with that Node too, and raises Unsupported for attributes and inputs that a function takes but does not serve;
-its docstring says what those are. `on_host=True` marks a function that computes on the host on any device: what its
-result holds decides its shape, or it works on strings, sequences, images, tables (2: only where a node asks for two
-outputs). So does any function on values of types that MLX lacks, but for one marked `codes=True`, which has MLX convert
-the types of a byte and less. `shape=True` marks one whose result says how large something is, always a host value.
+its docstring says what those are. `prepare` is called with it on a CPU, where values are NumPy arrays, and returns what
+runs there in the function's place, without `xp`, or None: what can be decided, looked up or packed once is so.
+`on_host=True` marks a function that computes on the host on any device: what its result holds decides its shape, or it
+works on strings, sequences, images, tables (2: only where a node asks for two outputs). So does any function on values
+of types that MLX lacks, but for one marked `codes=True`, which has MLX convert the types of a byte and less.
+`shape=True` marks one whose result says how large something is, always a host value.
 
 A function may raise Unsupported while planning (planned ones) and any exception while running: the run names the node.
 """
@@ -56,6 +58,7 @@ class Operator:
     host: tuple[int, ...] = ()
     planned: bool = False
     check: Callable[[Any], None] | None = None
+    prepare: Callable[[Any], Callable[..., Any] | None] | None = None
     on_host: int = 0
     shape: bool = False
     codes: bool = False
@@ -114,6 +117,7 @@ def op(
     host: tuple[int, ...] = (),
     planned: bool = False,
     check: Callable[[Any], None] | None = None,
+    prepare: Callable[[Any], Callable[..., Any] | None] | None = None,
     on_host: int = 0,
     shape: bool = False,
     codes: bool = False,
@@ -125,7 +129,7 @@ def op(
             rows = _TABLE.setdefault((domain, name), [])
             if any(row.since <= until and since <= row.until for row in rows):
                 raise ValueError(f"{domain}::{name} {since} to {until} overlaps a registered range")
-            rows.append(Operator(domain, name, since, until, run, host, planned, check, on_host, shape, codes))
+            rows.append(Operator(domain, name, since, until, run, host, planned, check, prepare, on_host, shape, codes))
         return run
 
     return register

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto
 
-from lut4tool.runtime import dense
+from lut4tool.runtime import recurrent
 from lut4tool.runtime.dtypes import on_host
 from lut4tool.runtime.ops.compute import finish, numpy_type, working
 from lut4tool.runtime.ops.contrib_attention import only, self_attention
@@ -24,7 +24,7 @@ from lut4tool.runtime.ops.quantization import (
     quantize_linear,
     to_integers,
 )
-from lut4tool.runtime.ops.rnn import lstm, lstm_step, recur
+from lut4tool.runtime.ops.rnn import lstm, lstm_step, recur, usual
 from lut4tool.runtime.ops.window import Ints
 from lut4tool.runtime.plan import Node
 from lut4tool.runtime.registry import REQUIRED, Unsupported, op
@@ -262,15 +262,16 @@ def dynamic_quantize_lstm(node: Node) -> Callable[..., Any]:
     options |= {"activation_beta": None, "activations": None, "hidden_size": None, **node.attributes}
     if unknown := sorted(set(options) - set(signature(lstm).parameters)):
         raise Unsupported(f"it has no attribute '{unknown[0]}' that is supported")
-    packed_w, packed_r = (_packed(node, weight, zero) for weight, zero in ((1, 9), (2, 11)))
+    layer = _packed(node) if on_host() and usual("lstm", node) else None
 
     def run(
         x: Any, w: Any, r: Any, b: Any = None, sequence_lens: Any = None, initial_h: Any = None, initial_c: Any = None,
         p: Any = None, w_scale: Any = REQUIRED, w_zero_point: Any = REQUIRED, r_scale: Any = REQUIRED,
         r_zero_point: Any = REQUIRED,
     ) -> Any:  # fmt: skip
-        through = _products(w, w_scale, w_zero_point, packed_w)
-        back = _products(r, r_scale, r_zero_point, packed_r)
+        if layer is not None and layer.serves(x):
+            return layer(x, initial_h, initial_c, sequence_lens, options["direction"] == "reverse")
+        through, back = _products(w, w_scale, w_zero_point), _products(r, r_scale, r_zero_point)
         xp, w, r = working(w, r)
         return recur(
             lstm_step, x, xp.swapaxes(w, 1, 2), xp.swapaxes(r, 1, 2), b, sequence_lens, (initial_h, initial_c), p,
@@ -283,24 +284,23 @@ def dynamic_quantize_lstm(node: Node) -> Callable[..., Any]:
     return run
 
 
-def _packed(node: Node, weight: int, zero: int) -> list[dense.Bytes] | None:
-    """The weights of each direction for the native product, None where they or their zero points are not constant."""
-    q, offset = node.constants[weight], node.constants[zero]
-    if q is None or offset is None or not on_host():
+def _packed(node: Node) -> recurrent.Layer | None:
+    """The layer prepared from weights, scales, zero points and biases, None where one of them is not constant."""
+    _, w, r, b, *_ = node.constants
+    numbers = node.constants[8:12]
+    if w is None or r is None or any(part is None for part in numbers) or (b is None and node.given[3]):
         return None
-    found = [dense.pack_bytes(*part) for part in zip(q, offset.reshape(q.shape[0], -1), strict=True)]
-    packed = [part for part in found if part is not None]
-    return packed if len(packed) == len(found) else None
+    w_scale, w_zero, r_scale, r_zero = (part.reshape(len(w), -1) for part in numbers if part is not None)
+    inputs = [recurrent.byte_panels(*parts) for parts in zip(w, w_zero, w_scale, strict=True)]
+    states = [recurrent.byte_panels(*parts) for parts in zip(r, r_zero, r_scale, strict=True)]
+    return recurrent.byte_layer(inputs, states, b, r.shape[1])
 
 
-def _products(q: Any, scale: Any, zero: Any, packed: Sequence[dense.Bytes] | None) -> list[Callable[[Any], Any]]:
+def _products(q: Any, scale: Any, zero: Any) -> list[Callable[[Any], Any]]:
     """What multiplies rounded values by the weights q [D, I, 4 * H] of each direction, one scale each or a column."""
-    xp, factors = working(scale.reshape(q.shape[0], -1))
-    if packed is None:
-        _, steps, offset = working(q, zero.reshape(q.shape[0], 1, -1))
-        floats = (steps.astype(xp.float32) - offset.astype(xp.float32)) * factors[:, None]
-        return [partial(_rounded_product, matrix) for matrix in floats]
-    return [dense.RoundedProduct(*part, dynamic_quantize_linear) for part in zip(packed, factors, strict=True)]
+    xp, factors, steps, offset = working(scale.reshape(q.shape[0], -1), q, zero.reshape(q.shape[0], 1, -1))
+    floats = (steps.astype(xp.float32) - offset.astype(xp.float32)) * factors[:, None]
+    return [partial(_rounded_product, matrix) for matrix in floats]
 
 
 def _rounded_product(matrix: Any, x: Any) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from lut4tool.runtime import dense
 from lut4tool.runtime.backend import mx
+from lut4tool.runtime.curves import curve
 from lut4tool.runtime.ops.compute import computed, is_float, on_device
 from lut4tool.runtime.registry import op
 
@@ -176,7 +176,7 @@ def sigmoid(x: Any) -> Any:
 
 
 def _sigmoid(xp: Any, x: Any) -> Any:
-    found = dense.curve("sigmoid", x) if xp is np else None
+    found = curve("sigmoid", x) if xp is np else None
     return 1 / (1 + xp.exp(-x)) if found is None else found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lut4tool.runtime import dense
+from lut4tool.runtime import dense, int8
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.dtypes import on_host, to_device, to_numpy
 from lut4tool.runtime.ops.compute import finish, working
@@ -72,14 +72,14 @@ def matmul_integer(node: Node) -> Callable[..., Any]:
     """int8 or uint8 operands less their zero points, accumulated exactly in int32; on a CPU a constant B is packed."""
     _, b, _, zero = (*node.constants, None, None)[:4]
     fixed = zero is not None or len(node.given) < 4 or not node.given[3]
-    packed = dense.pack_bytes(b, zero) if b is not None and fixed and on_host() else None
+    packed = int8.pack(b, zero) if b is not None and fixed and on_host() else None
 
     def run(a: Any, b: Any, a_zero_point: Any = None, b_zero_point: Any = None) -> Any:
         if packed is None or not a.size:
             return to_device(np.asarray(integer_product(a, b, a_zero_point, b_zero_point)))
         if a_zero_point is not None and a_zero_point.size > 1:  # one a row of each matrix
             a_zero_point = np.broadcast_to(a_zero_point, a.shape[:-1])
-        y = dense.matmul_bytes(a.reshape(-1, a.shape[-1]), a_zero_point, packed)
+        y = int8.matmul(a.reshape(-1, a.shape[-1]), a_zero_point, packed)
         return y.reshape(*a.shape[:-1], -1)
 
     return run

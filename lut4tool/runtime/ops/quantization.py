@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from lut4tool.runtime import dense
+from lut4tool.runtime import int8
 from lut4tool.runtime.dtypes import MLX_OF, numpy_dtype, on_host, to_device
 from lut4tool.runtime.ops.codes import encode
 from lut4tool.runtime.ops.compute import finish, finish_as, numpy_type, working
@@ -60,7 +60,7 @@ def quantize_linear(
     if (
         on_host()
         and kind == np.float32
-        and (found := dense.quantize_linear(x, y_scale, y_zero_point, dtype)) is not None
+        and (found := int8.quantize_linear(x, y_scale, y_zero_point, dtype)) is not None
     ):
         return found
     xp, data, scale, zero = working(x, y_scale, y_zero_point)
@@ -101,7 +101,7 @@ def dequantize_linear(
 def dynamic_quantize_linear(x: Any) -> Any:
     """uint8 y, scale and zero point of a range that holds 0; a range of nothing has scale 1, as in onnxruntime."""
     xp, data = working(x)
-    if xp is np and (found := dense.quantized(data)) is not None:
+    if xp is np and (found := int8.quantized(data)) is not None:
         return found
     uint8 = np.dtype(np.uint8)
     low, high = xp.minimum(data.min(), 0), xp.maximum(data.max(), 0)

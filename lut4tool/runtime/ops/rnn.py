@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from lut4tool.runtime import dense
+from lut4tool.runtime import dense, recurrent
 from lut4tool.runtime.ops.compute import finish, working
+from lut4tool.runtime.plan import Node
 from lut4tool.runtime.registry import op
 
 Activation = Callable[[Any], Any]
@@ -117,19 +118,40 @@ def _without_matrix(multiply: Activation) -> Callable[[Any, Any], Any]:
     return lambda x, _: multiply(x)
 
 
-def _native(
-    step: Any, x: Any, r: Any, bias: Any, lengths: Any, states: Sequence[Any], backward: bool, names: Sequence[str],
-    flag: int,
-) -> tuple[Any, Sequence[Any]] | None:  # fmt: skip
-    """Y [T, B, H] and the last states of a cell with its usual activations, in native code; None where it has none."""
-    usual = [name.lower() for name in names] == ["sigmoid", "tanh", "tanh"][: len(names)]
-    if usual and step is lstm_step and not flag:
-        found: Any = dense.lstm(x, r, states[0], states[1], lengths, backward)
-    elif usual and step is _gru_step:
-        found = dense.gru(x, r, bias[2 * states[0].shape[1] :], bool(flag), states[0], lengths, backward)
-    else:
+def usual(kind: str, node: Node) -> bool:
+    """Whether the native library has a node's cell: sigmoid and tanh, and no option that changes a gate."""
+    usual = ["sigmoid", "tanh", "tanh"] if kind == "lstm" else ["sigmoid", "tanh"]
+    names, options = [name.lower() for name in node.attributes.get("activations") or ()], node.attributes
+    peephole = len(node.given) > 7 and node.given[7]
+    return names in ([], usual, 2 * usual) and not (options.get("clip") or options.get("input_forget") or peephole)
+
+
+def _prepare(node: Node) -> Callable[..., Any] | None:
+    """On a CPU an LSTM or a GRU in native code, its weights prepared where they are constant."""
+    options = node.attributes
+    kind = "gru_reset_after" if options.get("linear_before_reset") else node.op_type.lower()
+    if not recurrent.available() or not usual(kind, node):
         return None
-    return None if found is None else (found[0], found[1:])
+    backward, layout = options.get("direction") == "reverse", options.get("layout", 0)
+    _, w, r, b = (*node.constants, None)[:4]
+    given = len(node.given) > 3 and node.given[3]
+    constant = (
+        recurrent.layer(kind, w, r, b) if w is not None and r is not None and (b is not None or not given) else None
+    )
+    plain = partial(lstm if node.op_type == "LSTM" else gru, **options)
+
+    def run(x: Any, w: Any, r: Any, b: Any = None, lengths: Any = None, h: Any = None, *rest: Any) -> Any:
+        layer = constant or recurrent.layer(kind, w, r, b)
+        x_steps = x.swapaxes(0, 1) if layout else x
+        if layer is None or not layer.serves(x_steps):
+            return plain(x, w, r, b, lengths, h, *rest)
+        states = [None if s is None else s.swapaxes(0, 1) if layout else s for s in (h, *rest[:1], None)[:2]]
+        y, *last = layer(x_steps, *states, lengths, backward)
+        if not layout:
+            return (y, *last)
+        return (y.transpose(2, 0, 1, 3), *(s.swapaxes(0, 1) for s in last))
+
+    return run
 
 
 def recur(
@@ -159,13 +181,6 @@ def recur(
         inputs = (_multiply(xp, x, w[d].T) if product is None else product(x)) + (w_bias + early)
         state = tuple(xp.zeros_like(inputs[0, :, :hidden]) if s is None else s[d] for s in states)
         backward = direction == "reverse" or d == 1
-        matrix = r[d] if multiply is None else multiply
-        if xp is np and not clip and p is None and isinstance(matrix, np.ndarray | dense.RoundedProduct):
-            own = names[d * count : (d + 1) * count]
-            if done := _native(step, inputs, matrix, r_bias, lengths, state, backward, own, flag):
-                outputs.append(done[0])
-                finals.append(done[1])
-                continue
         act = functions[d * count : (d + 1) * count]
         recurrent = partial(_multiply, xp) if multiply is None else _without_matrix(multiply)
         cell = Cell(xp, recurrent, r[d].T, r_bias, None if p is None else p[d], act, clip, flag)
@@ -182,7 +197,7 @@ def recur(
     return tuple(finish(value, like) for value in (y, *last))
 
 
-@op("LSTM", since=7, host=(4,))
+@op("LSTM", since=7, host=(4,), prepare=_prepare)
 def lstm(
     x: Any, w: Any, r: Any, b: Any = None, sequence_lens: Any = None, initial_h: Any = None, initial_c: Any = None,
     p: Any = None, *, activation_alpha: Floats = None, activation_beta: Floats = None,
@@ -197,7 +212,7 @@ def lstm(
     )  # fmt: skip
 
 
-@op("GRU", since=7, host=(4,))
+@op("GRU", since=7, host=(4,), prepare=_prepare)
 def gru(
     x: Any, w: Any, r: Any, b: Any = None, sequence_lens: Any = None, initial_h: Any = None, *,
     activation_alpha: Floats = None, activation_beta: Floats = None, activations: Sequence[str] | None = None,
