@@ -459,17 +459,18 @@ def quantize_file(
     """Quantize an ONNX file to another as `quantize` does; nothing is written where nothing was quantized.
 
     The file is written whole or not at all. External data is read mapped; what stays external is kept by reference
-    in the same folder and copied to another. An existing target, the source too, needs `force`.
+    in the same folder, and what is used of it copied to another. An existing target, the source too, needs `force`.
     Raises ProduceError, RewriteError and StorageError.
     """
     name, out = os.fspath(source), os.fspath(target)
+    tensors = Tensors(str(Path(name).parent), allow_external)
+    tensors.note(name)
     model = read_model(name)
     if Path(out).exists() and not force:
         same = Path(out).samefile(name)
         why = "is the model itself, whose float weights would be lost" if same else "exists"
         raise ProduceError(f"{out} {why}; --force replaces it")
     check_target(name, out, force=True)
-    tensors = Tensors(str(Path(name).parent), allow_external)
     options = {"codebook": codebook, "block_size": block_size, "rounding": rounding, "match": match}
     before = model.ByteSize() + sum(nbytes(tensor) for tensor in external_tensors(model))
     report = quantize(model, tensors, **options, progress=progress)  # type: ignore[arg-type]
@@ -478,7 +479,7 @@ def quantize_file(
         return replace(report, input_bytes=before, notes=none)
     external = list(external_tensors(model))
     kept = sum(map(nbytes, external))
-    written, notes = save(model, name, out, tensors, progress)
+    written, notes = save(model, name, out, tensors, progress, used_only=True)
     if external:
         files = sorted({location(tensor) for tensor in external_tensors(model)})
         whole = size_text(sum(Path(out).parent.joinpath(file).stat().st_size for file in files))

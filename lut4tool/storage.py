@@ -143,6 +143,9 @@ class Tensors:
         if self.base_dir is not None:
             self._folders.append(os.path.realpath(self.base_dir))
         self._maps: dict[str, _Map] = {}
+        self._touched: set[str] = set()  # of the maps, since `release`
+        self._paths: dict[str, str] = {}  # by location, checked
+        self._versions: dict[str, tuple[int, int]] = {}
 
     def array(self, tensor: onnx.TensorProto) -> np.ndarray:
         """Return the tensor as a read-only array: a view where bytes are stored as they are used.
@@ -152,11 +155,10 @@ class Tensors:
         """
         if tensor.HasField("segment"):
             raise StorageError(f"tensor '{tensor.name}' is stored in segments, which ONNX runtimes do not read")
-        size = nbytes(tensor)
         if is_external(tensor):
-            raw = self._external(tensor, size)
+            raw = self.raw(tensor)
         elif tensor.HasField("raw_data"):
-            raw = np.frombuffer(tensor.raw_data, np.uint8)
+            raw, size = np.frombuffer(tensor.raw_data, np.uint8), nbytes(tensor)
             if raw.size != size:
                 raise StorageError(f"tensor '{tensor.name}' holds {raw.size} bytes; its type and dims need {size}")
         else:
@@ -171,6 +173,8 @@ class Tensors:
     def path(self, tensor: onnx.TensorProto) -> str:
         """Return the real path of an external tensor's file, checked. Raises StorageError."""
         place = location(tensor)
+        if place in self._paths:
+            return self._paths[place]
         what = f"external data of tensor '{tensor.name}'"
         if self.base_dir is None:
             raise StorageError(f"{what} is in file '{place}', but the model came without a folder: give base_dir")
@@ -190,14 +194,16 @@ class Tensors:
             raise StorageError(f"{what}, file '{place}', cannot be read: {reason(error)}") from error
         if not stat.S_ISREG(mode):
             raise StorageError(f"{what} is '{place}', which is not a regular file")
+        self._paths[place] = real
         return real
 
     def release(self) -> None:
         """Let go of the mapped pages that were read: they come back from the file when they are needed again."""
-        for held in self._maps.values():
-            source = getattr(held.data, "_mmap", None)
+        for real in self._touched:
+            source = getattr(self._maps[real].data, "_mmap", None)
             if source is not None and hasattr(mmap, "MADV_DONTNEED"):
                 source.madvise(mmap.MADV_DONTNEED)
+        self._touched.clear()
 
     def check_whole(self) -> None:
         """Raise StorageError where a mapped file was cut, or its disk failed, so that zeros were read instead."""
@@ -206,15 +212,22 @@ class Tensors:
                 raise StorageError(f"{real} was cut while it was read, or its disk failed")
 
     def check_unchanged(self) -> None:
-        """Raise StorageError where a mapped file was cut, written to or replaced since it was mapped."""
+        """Raise StorageError where a mapped or noted file was cut, written to or replaced since then."""
         self.check_whole()
-        for real, held in self._maps.items():
-            if not os.path.exists(real) or _version(os.stat(real)) != held.version:
-                raise StorageError(f"{real} changed while it was read")
+        for name, version in self._versions.items():
+            if not os.path.exists(name) or _version(os.stat(name)) != version:
+                raise StorageError(f"{name} changed while it was read")
 
-    def _external(self, tensor: onnx.TensorProto, size: int) -> np.ndarray:
-        """Bytes of an external tensor: a view of its file's map."""
-        data = self._map(tensor)
+    def note(self, path: PathLike) -> None:
+        """Let `check_unchanged` look at another file too, from now on. Raises StorageError where it is missing."""
+        try:
+            self._versions[os.fspath(path)] = _version(os.stat(path))
+        except OSError as error:
+            raise StorageError(f"cannot read {os.fspath(path)}: {reason(error)}") from error
+
+    def raw(self, tensor: onnx.TensorProto) -> np.ndarray:
+        """Bytes of an external tensor: a view of its file's map. Raises StorageError."""
+        data, size = self._map(tensor), nbytes(tensor)
         what = f"external data of tensor '{tensor.name}'"
         entries = {entry.key: entry.value for entry in tensor.external_data}
         try:
@@ -236,28 +249,28 @@ class Tensors:
         real = self.path(tensor)
         if real not in self._maps:
             try:
+                self._versions[real] = _version(os.stat(real))
                 self._maps[real] = _map(real)
             except (OSError, ValueError) as error:
                 raise StorageError(
                     f"external data of tensor '{tensor.name}' in '{location(tensor)}' cannot be read: {reason(error)}"
                 ) from error
+        self._touched.add(real)
         return self._maps[real].data
 
 
 class _Map(NamedTuple):
-    """A mapped file, what it was then, and who watches it (None: an empty file has no map)."""
+    """A mapped file, and who watches it (None: an empty file has no map)."""
 
     data: np.ndarray
-    version: tuple[int, int]
     watch: native.Watch | None
 
 
 def _map(path: str) -> _Map:
-    version = _version(os.stat(path))
-    if not version[0]:
-        return _Map(np.empty(0, np.uint8), version, None)
+    if not os.path.getsize(path):
+        return _Map(np.empty(0, np.uint8), None)
     data = np.memmap(path, np.uint8, "r")
-    return _Map(data, version, native.Watch(data))
+    return _Map(data, native.Watch(data))
 
 
 def write_atomic(path: PathLike, content: bytes | Callable[[BinaryIO], object]) -> None:
@@ -354,15 +367,22 @@ def new_file(path: str) -> Iterator[BinaryIO]:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
     with temporary(path) as file:
         yield file
-        file.flush()
-        os.fsync(file.fileno())
-        try:
-            os.link(file.name, path)
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without links
-            os.rename(file.name, path)
-        _sync_folder(os.path.dirname(path) or ".")
+        settle(file, path)
+
+
+def settle(file: BinaryIO, path: str) -> None:
+    """Give an open temporary file a name that nothing has, durably. Raises FileExistsError."""
+    file.flush()
+    os.fsync(file.fileno())
+    try:
+        os.link(file.name, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
+        os.rename(file.name, path)
+    _sync_folder(os.path.dirname(path) or ".")
 
 
 def copy_new(source: PathLike, path: PathLike) -> None:

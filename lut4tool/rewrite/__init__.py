@@ -79,10 +79,11 @@ def rewrite(
     Raises StorageError for files, RewriteError for a place or a model, WitnessMismatch where a proof does not hold.
     """
     source, target = Path(src), os.fspath(dst)
+    tensors = Tensors(source.parent, allow_external)
+    tensors.note(source)
     model = read_model(source)
     size = source.stat().st_size
     check_target(str(source), target, force or dry_run)
-    tensors = Tensors(source.parent, allow_external)
     report = _checked(model, tensors, verify, vendor, True, drawn, progress)
     written, notes = 0, tuple[str, ...]()
     if not report.rewritten:
@@ -146,7 +147,7 @@ def _witnesses(
     proofs: tuple[Proof, ...], tensors: Tensors, verify: bool, progress: Progress | None
 ) -> list[Witness | None]:
     """One witness a proof; sites that share a chain share the check."""
-    from lut4tool.recognize.witness import check  # imports onnx.reference
+    from lut4tool.recognize.witness import WitnessMismatch, check  # imports onnx.reference
 
     checked: dict[tuple[int, ...], Witness] = {}
     result: list[Witness | None] = []
@@ -155,7 +156,11 @@ def _witnesses(
             progress("weights", done, len(proofs))
         chain = tuple(map(id, proof.chain))
         if chain not in checked:
-            checked[chain] = check(proof, tensors, full=verify, progress=progress)
+            try:
+                checked[chain] = check(proof, tensors, full=verify, progress=progress)
+            except WitnessMismatch:
+                tensors.check_unchanged()  # or it is no fault of ours
+                raise
             tensors.release()
         result.append(checked[chain])
     return result

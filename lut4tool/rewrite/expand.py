@@ -91,13 +91,15 @@ def expand(
     another, as `rewrite` does. Raises StorageError for files, RewriteError for a place or a model.
     """
     source, target = Path(src), os.fspath(dst)
+    tensors = Tensors(source.parent, allow_external)
+    tensors.note(source)
     model = read_model(source)
     size = source.stat().st_size
     check_target(str(source), target, force)
     report = expand_model(model)
     written, notes = 0, tuple[str, ...]()
     if report.expanded:
-        written, notes = save(model, str(source), target, Tensors(source.parent, allow_external), progress)
+        written, notes = save(model, str(source), target, tensors, progress)
     return replace(report, input_bytes=size, output_bytes=written, notes=notes)
 
 
