@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import onnx
 
-from lut4tool.runtime import backend, regions
+from lut4tool.runtime import backend, channels, regions
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.cache import Cache
-from lut4tool.runtime.dtypes import to_mx, to_numpy
+from lut4tool.runtime.dtypes import on_host, to_mx, to_numpy
 from lut4tool.runtime.feeds import Sizes, ValueInfo, describe
 from lut4tool.runtime.graph import NodeError, RunError
 from lut4tool.runtime.plan import plan
@@ -47,6 +47,8 @@ class Runtime:
         self.device = backend.device(device)
         self.plan = plan(proto, self.device, tensors)
         with mx.stream(self.device):
+            if not on_host():
+                channels.lay_out(self.plan)
             if regions.wanted():
                 regions.install(self.plan)
         self._inputs = [describe(value) for value in self.plan.inputs]
