@@ -96,7 +96,7 @@ def convolve_device(x: mx.array, w: mx.array, bias: Any, grid: Window, group: in
         grid.dilations,
         groups=group,
     )
-    return _biased(mx.moveaxis(y, -1, 1), bias)
+    return mx.moveaxis(y if bias is None else y + bias, -1, 1)  # what adds the bias leaves the channels last
 
 
 @op("ConvTranspose")
