@@ -2,149 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from lut4tool.formats import DTYPE_NAME, ONNX_DTYPE, QMM
-from lut4tool.recognize.layout import Cut, Laid
+from lut4tool.formats import DTYPE_NAME, ONNX_DTYPE
+from lut4tool.recognize import qmm
+from lut4tool.recognize.layout import Axis, Laid
 from lut4tool.recognize.proof import Product, Proof
+from lut4tool.recognize.qmm import Found, Grid, Types
 from lut4tool.recognize.walk import Constant, Place, Trail, Value, Walk, attribute, type_name
+
+Chain = Callable[[Walk, Place, Value, bool], Proof]
 
 #: The types of codes, and what a missing zero point is once a code is 0 to 15.
 _MIDDLE: Mapping[int, int] = {TensorProto.INT4: 8, TensorProto.UINT4: 0}
 #: The first opset with 4-bit types.
 _FOUR_BITS = 21
+#: What takes the low and the high nibble of a byte: the literal, and whether the operands must be unsigned.
+_NIBBLES = {"Mod": 16, "BitwiseAnd": 15, "Div": 16, "BitShift": 4}
+_LOW, _HIGH = ("Mod", "BitwiseAnd"), ("Div", "BitShift")
+#: What bytes may be cast to: integers that hold them all.
+_WIDE = frozenset({
+    TensorProto.UINT8, TensorProto.INT16, TensorProto.UINT16, TensorProto.INT32, TensorProto.UINT32,
+    TensorProto.INT64, TensorProto.UINT64,
+})  # fmt: skip
 
 
-class Grid(NamedTuple):
-    """How the codes of a weight lie: W is [K, N], cut along K into blocks."""
-
-    depth: int  # K
-    columns: int  # N
-    block: int
-    axis: int  # which axis of the codes K is: 0 in codes [K, N], 1 in [N, K]
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of a column, the last one possibly cut."""
-        return -(-self.depth // self.block)
-
-    @property
-    def scales(self) -> tuple[int, int]:
-        """Shape of what holds one value a block and lies as the codes do."""
-        return (self.blocks, self.columns) if self.axis == 0 else (self.columns, self.blocks)
+def chain_of(walk: Walk, weight: Value) -> Chain | None:
+    """The function that proves what a weight is, by the operator that makes its values; None: none of this file."""
+    maker = _maker(walk, weight, ("Transpose", "Cast", "Reshape", "Slice"))
+    if maker is None:
+        return None
+    if maker.node.op_type == "DequantizeLinear":
+        return dequantized
+    if maker.node.op_type == "Mul":
+        operands = (walk.lookup(maker.scope, name) for name in maker.node.input)
+        makers = [_maker(walk, operand, ("Cast",)) for operand in operands if operand is not None]
+        if any(made is not None and made.node.op_type == "Sub" for made in makers):
+            return arithmetic
+    return None
 
 
-class Types(NamedTuple):
-    """What a weight is rounded to, and the type that the product reads."""
-
-    weight_dtype: str
-    dtype: str
-
-
-class Writer(Protocol):
-    """What makes nodes, one at a time."""
-
-    def node(self, op: str, *inputs: str, **attributes: Any) -> str:
-        """The output of a standard operator on these values."""
-
-    def ints(self, values: list[int]) -> str:
-        """An INT64 literal of rank 1."""
-
-
-def spell(writer: Writer, grid: Grid, types: Types, packed: str, scales: str, points: str) -> str:
-    """Write the chain that `arithmetic` proves; its last value, [K, N].
-
-    packed: uint8 [N, blocks, block / 2], low nibble first; scales: [N, blocks] of the weight's type; points: FLOAT,
-    [N, blocks] or [1, 1].
-    """
-    low, high = spell_nibbles(writer, packed, 3)
-    pairs = writer.node("Concat", low, high, axis=3)
-    codes = writer.node("Reshape", pairs, writer.ints([grid.columns, grid.blocks, grid.block]))
-    steps = writer.node("Cast", codes, to=TensorProto.FLOAT)
-    steps = writer.node("Sub", steps, writer.node("Unsqueeze", points, writer.ints([2])))
-    if types.weight_dtype != "float32":
-        steps = writer.node("Cast", steps, to=ONNX_DTYPE[types.weight_dtype])
-    product = writer.node("Mul", steps, writer.node("Unsqueeze", scales, writer.ints([2])))
-    matrix = writer.node("Reshape", product, writer.ints([grid.columns, grid.blocks * grid.block]))
-    if grid.blocks * grid.block != grid.depth:
-        matrix = writer.node("Slice", matrix, writer.ints([0]), writer.ints([grid.depth]), writer.ints([1]))
-    if types.dtype != types.weight_dtype:
-        matrix = writer.node("Cast", matrix, to=ONNX_DTYPE[types.dtype])
-    return writer.node("Transpose", matrix, perm=[1, 0])
-
-
-def spell_nibbles(writer: Writer, packed: str, axis: int) -> tuple[str, str]:
-    """The low and the high nibble of each byte, INT64, with an axis of 1 put in at `axis`."""
-    whole = writer.node("Cast", packed, to=TensorProto.INT64)
-    low, high = writer.node("Mod", whole, writer.ints([16])), writer.node("Div", whole, writer.ints([16]))
-    return writer.node("Unsqueeze", low, writer.ints([axis])), writer.node("Unsqueeze", high, writer.ints([axis]))
-
-
-def is_dequantized(walk: Walk, weight: Value) -> bool:
-    """Whether a DequantizeLinear makes the weight, but for what moves or casts its values."""
+def _maker(walk: Walk, value: Value | None, through: tuple[str, ...]) -> Place | None:
+    """The first node before a value that is none of these operators and no Identity."""
     met: set[Value] = set()
-    value: Value | None = weight
     while value is not None and value not in met:
         met.add(value)
         node = value.definition
         if not isinstance(node, NodeProto) or not node.input:
-            return False
-        if node.op_type == "DequantizeLinear":
-            return True
-        moves = node.op_type in ("Identity", "Transpose", "Cast", "Reshape", "Slice")
-        value = walk.lookup(value.scope, node.input[0]) if moves else None
-    return False
+            return None
+        if node.op_type not in (*through, "Identity"):
+            return Place(value.scope, node)
+        value = walk.lookup(value.scope, node.input[0])
+    return None
+
+
+# -- DequantizeLinear
 
 
 def dequantized(walk: Walk, site: Place, weight: Value, flipped: bool) -> Proof:
     """DequantizeLinear of INT4 or UINT4 codes [K, N] or [N, K]; a Cast and a Transpose or none. Raises Refuse.
 
-    Blocks run along K; one scale for each of the N, or one for all, is a block of the whole K.
+    Blocks run along K; one scale for each of the N, or one for all, is a block of the whole K. Codes and zero points
+    are 4-bit tensors, or the nibbles of bytes, cast to UINT4.
     """
     trail = Trail(walk)
     transposed, cast, value, at = _turned(trail, weight, site)
     node = trail.node(value, "DequantizeLinear", at, "axis", "block_size")
-    codes, scales = (walk.constant(trail.input(node, index), node) for index in (0, 1))
-    held = [codes, scales]
-    if len(node.node.input) > 2 and node.node.input[2]:
-        held.append(walk.constant(trail.input(node, 2), node))
-    for constant in held:
-        require_one(node, constant)
+    codes = _codes(trail, trail.input(node, 0), node)
+    scales = walk.constant(trail.input(node, 1), node)
+    has_points = len(node.node.input) > 2 and bool(node.node.input[2])
+    points = _codes(trail, trail.input(node, 2), node) if has_points else None
 
-    (kind,), (shape,) = codes.types, codes.shapes
-    node.require(kind in _MIDDLE, f"codes {codes} is not INT4 or UINT4")
+    node.require(codes.kind in _MIDDLE, f"codes {codes} is not INT4 or UINT4")
     opset = site.scope.opset
     node.require(opset >= _FOUR_BITS, f"opset {opset}, not {_FOUR_BITS} or later, which have 4-bit types")
-    node.require(len(shape) == 2 and min(shape) > 0, f"codes {codes} is not [K, N] or [N, K]")
-    weight_dtype = float_type(node, scales)
-    grid = _grid(node, shape, int(transposed != flipped), scales)
-    for points in held[2:]:
-        node.require(points.types == codes.types, f"zero points {points} is not of the codes' type")
-        node.require(points.shapes == scales.shapes, f"zero points {points} is not of the scales' shape")
+    node.require(len(codes.shape) == 2 and min(codes.shape) > 0, f"codes {codes} is not [K, N] or [N, K]")
+    weight_dtype = qmm.float_type(node, scales)
+    qmm.require_one(node, scales)
+    grid = _grid(node, codes.shape, int(transposed != flipped), scales)
+    (shape,) = scales.shapes
+    if points is not None:
+        node.require(points.kind == codes.kind, f"zero points {points} is not of the codes' type")
+        node.require(points.shape == shape, f"zero points {points} is not of the scales' shape")
 
-    (shape,), columns = scales.shapes, grid.columns
-    by_block, by_column = shape == grid.scales, shape == (columns,)
-    new_scales = Laid(lay_rows, (scales.name,), (grid.axis,), ONNX_DTYPE[weight_dtype], (columns, grid.blocks))
-    if not by_block and not by_column:
-        new_scales = Laid(fill_rows, (scales.name,), (columns,), ONNX_DTYPE[weight_dtype], (columns, 1))
+    types = Types(weight_dtype, cast or weight_dtype)
+    by_block, by_column = shape == grid.scales, shape == (grid.columns,)
+    packed = qmm.packed_shape(grid)
+    kept = codes.kept(packed) and grid.axis == 1
     roles: dict[str, str | Laid] = {
-        "packed": Laid(pack, (codes.name,), (grid.block, grid.axis, grid.depth), TensorProto.UINT8, packed_shape(grid)),
-        "scales": scales.name if by_block and grid.axis == 1 else new_scales,
-        "zero_points": one_point(_MIDDLE[kind]),
+        "packed": codes.constant.name if kept else codes.laid(qmm.pack, packed, grid.block, grid.axis, grid.depth),
+        "scales": scales.name if by_block and grid.axis == 1 else qmm.scales(scales, grid, weight_dtype),
+        "zero_points": qmm.one_point(_MIDDLE[codes.kind])
+        if points is None
+        else points.laid(qmm.lay_points, (grid.columns, grid.blocks) if by_block or by_column else (1, 1), grid.axis),
     }
-    for points in held[2:]:
-        size = (columns, grid.blocks) if by_block or by_column else (1, 1)
-        roles["zero_points"] = Laid(lay_points, (points.name,), (grid.axis,), TensorProto.UINT8, size)
-    axes = {constant.name: (1 - grid.axis, grid.depth) for constant in held if constant is codes or by_block}
-    axes |= {constant.name: (0, grid.depth) for constant in held[1:] if by_column}
-    found = Found("dequantized", grid, Types(weight_dtype, cast or weight_dtype), roles, held, axes)
-    product = Product(site.node.input[0])
-    return proof(site, product, weight.name, flipped, trail.nodes(), trail.literals, found)
+    axes = {codes.constant.name: codes.unit(grid)}
+    if by_block or by_column:
+        axes[scales.name] = Axis(1 - grid.axis if by_block else 0, grid.depth)
+    if points is not None and (by_block or by_column):
+        axes[points.constant.name] = points.unit(grid)
+    read = [codes] if points is None else [codes, points]
+    shapes = {made.reshape: (-1, made.row) for made in read if made.reshape}
+    constants = [scales, *(made.constant for made in read)]
+    found = Found("dequantized", grid, types, roles, constants, axes, shapes)
+    return qmm.proof(site, Product(site.node.input[0]), weight.name, flipped, trail.nodes(), trail.literals, found)
 
 
 def _grid(node: Place, shape: tuple[int, ...], axis: int, scales: Constant) -> Grid:
@@ -160,24 +126,222 @@ def _grid(node: Place, shape: tuple[int, ...], axis: int, scales: Constant) -> G
             node.require(found == (columns,), f"scales {scales} is not [{columns}], one for each of N")
         return grid
     node.require(along % 2 == axis, f"DequantizeLinear with blocks along axis {along}, N, not along K")
-    node.require(
-        grid.block > 0 and grid.block % 2 == 0, f"DequantizeLinear with block_size {block}, not positive and even"
-    )
+    even = grid.block > 0 and grid.block % 2 == 0
+    node.require(even, f"DequantizeLinear with block_size {block}, not positive and even")
     node.require(found == grid.scales, f"scales {scales} is not {list(grid.scales)}, one a block")
     return grid
 
 
-def require_one(node: Place, constant: Constant) -> None:
-    """Refuse what is laid out anew where a function's calls give several tensors."""
-    one = len(constant.tensors) == 1
-    node.require(one, f"{constant} is another tensor at each call; one is expected where bytes are laid out anew")
+@dataclass(frozen=True, eq=False)
+class _Codes:
+    """4-bit codes: elements of a constant, or the nibbles of its bytes."""
+
+    constant: Constant
+    kind: int  # INT4 or UINT4
+    shape: tuple[int, ...]
+    reshape: str = ""  # of nibbles: the value in which they are rows
+    row: int = 0  # and how many make a row there, of which `shape` has the first ones
+    low_first: bool = True
+
+    def __str__(self) -> str:
+        return str(self.constant)
+
+    def kept(self, shape: tuple[int, ...]) -> bool:
+        """Whether the bytes are what QMM holds in this shape."""
+        nibbles = bool(self.reshape) and self.low_first and self.row == 2 * prod(shape[1:])
+        return nibbles and self.constant.shapes == {shape}
+
+    def laid(self, make: Callable[..., np.ndarray], shape: tuple[int, ...], *settings: int) -> Laid:
+        """What a function of qmm.py makes of these codes."""
+        how = (self.row, self.shape[-1] if self.row else 0, self.low_first)
+        return Laid(make, (self.constant.name,), (*settings, *how), TensorProto.UINT8, shape)
+
+    def unit(self, grid: Grid) -> Axis | None:
+        """Where one of N lies in the constant; None where that is not whole bytes."""
+        if not self.reshape:
+            return Axis(1 - grid.axis if len(self.shape) == 2 else 0, grid.depth)
+        (dims,) = self.constant.shapes
+        entries, rest = divmod(dims[0], grid.columns)
+        apart = grid.axis == 0 or self.row % 2 or rest or grid.depth % entries
+        return None if apart else Axis(0, grid.depth // entries)
 
 
-def float_type(node: Place, scales: Constant) -> str:
-    """The type of the scales, which the weight is rounded to."""
-    is_float = len(scales.types) == 1 and scales.types <= DTYPE_NAME.keys()
-    node.require(is_float, f"scales {scales} is not FLOAT, FLOAT16 or BFLOAT16")
-    return DTYPE_NAME[next(iter(scales.types))]
+def _codes(trail: Trail, value: Value, at: Place) -> _Codes:
+    """A constant of 4-bit elements; or Cast UINT4, Slice or none, and Reshape [rows, codes] of the nibbles of bytes."""
+    if trail.op_type(value) not in ("Cast", "Slice", "Reshape"):
+        constant = trail.walk.constant(value, at)
+        qmm.require_one(at, constant)
+        (tensor,) = constant.tensors
+        return _Codes(constant, tensor.data_type, tuple(tensor.dims))
+    passed: dict[str, Place] = {}
+    while (op := trail.op_type(value)) in ("Cast", "Slice", "Reshape") and op not in passed:
+        at = passed[op] = trail.node(value, op, at, *{"Cast": ("to",), "Reshape": ("allowzero",)}.get(op, ()))
+        value = trail.input(at, 0)
+    for wanted in ("Cast", "Reshape"):
+        at.require(
+            wanted in passed, f"nibbles of bytes with no {wanted}; Cast UINT4 of Reshape [rows, codes] is expected"
+        )
+    to = attribute(passed["Cast"], "to")
+    passed["Cast"].require(to == TensorProto.UINT4, f"Cast of the codes to {type_name(to)}, not UINT4")
+    reshape = passed["Reshape"]
+    target = trail.literal(reshape, 1)
+    two = len(target.values) == 2 and target.dims == (2,) and min(target.values) > 0
+    reshape.require(two, f"Reshape to {target}, not to [rows, codes], both positive")
+    rows, row = target.values
+    width = _cut(trail, passed["Slice"], row) if "Slice" in passed else row
+    constant, low_first = _bytes(trail, value, at)
+    qmm.require_one(at, constant)
+    (dims,) = constant.shapes
+    reshape.require(2 * prod(dims) == rows * row, f"Reshape to {target} of {2 * prod(dims)} codes")
+    return _Codes(constant, TensorProto.UINT4, (rows, width), reshape.node.output[0], row, low_first)
+
+
+def _cut(trail: Trail, cut: Place, row: int) -> int:
+    """Slice [0 : end] on axis 1: the end."""
+    start, end = trail.literal(cut, 1), trail.literal(cut, 2)
+    axes, steps = trail.literal(cut, 3, absent=(0, 1)), trail.literal(cut, 4, absent=(1,))
+    cut.require(start.is_list(0), f"Slice from {start}, not from [0]")
+    cut.require(end.dims == (1,), f"Slice to {end}, not to one end")
+    cut.require(axes.is_list(1) or axes.is_list(-1), f"Slice on axes {axes}, not [1]")
+    cut.require(steps.is_list(1), f"Slice with steps {steps}, not [1]")
+    cut.require(0 < end.values[0] <= row, f"Slice to {end} of {row}")
+    return end.values[0]
+
+
+def _bytes(trail: Trail, value: Value, at: Place) -> tuple[Constant, bool]:
+    """Both nibbles of each byte, side by side on a last axis of their own: (the bytes, whether the low is first)."""
+    pairs = trail.node(value, "Concat", at, "axis")
+    count = len(pairs.node.input)
+    pairs.require(count == 2, f"Concat of {count} values, not of the two nibbles")
+    columns = [trail.node(trail.input(pairs, index), "Unsqueeze", pairs) for index in (0, 1)]
+    halves = [(trail.input(column, 0), column) for column in columns]
+    low_first = trail.op_type(halves[0][0]) in _LOW
+    low, high = halves if low_first else halves[::-1]
+    source, reader = _nibble(trail, *low, _LOW)
+    other, _ = _nibble(trail, *high, _HIGH)
+    pairs.require(source == other, "Concat of nibbles of two values, not of one")
+    constant = trail.walk.constant(source, reader)
+    reader.require(constant.types == {TensorProto.UINT8}, f"packed {constant} is not UINT8")
+    ranks = {len(dims) for dims in constant.shapes}
+    last = min(ranks)
+    reader.require(len(ranks) == 1 and last > 0, f"packed {constant} is not of one rank from 1 on")
+    axis = attribute(pairs, "axis")
+    pairs.require(axis in (last, -1), f"Concat with axis {axis}, not {last}")
+    for column in columns:
+        axes = trail.literal(column, 1)
+        column.require(axes.is_one(last, -1), f"Unsqueeze on axes {axes.one}, not {last}")
+    return constant, low_first
+
+
+def _nibble(trail: Trail, value: Value, at: Place, ops: tuple[str, str]) -> tuple[Value, Place]:
+    """One nibble of each byte, which may be cast before: (the bytes, what reads them)."""
+    op = trail.op_type(value)
+    node = trail.node(value, op if op in ops else ops[0], at, *(("direction",) if op == "BitShift" else ()))
+    source, reader, kind = trail.input(node, 0), node, int(TensorProto.UINT8)
+    if trail.op_type(source) == "Cast":
+        reader = trail.node(source, "Cast", node, "to")
+        kind = attribute(reader, "to")
+        reader.require(kind in _WIDE, f"Cast of the bytes to {type_name(kind)}, not to an integer type that holds them")
+        source = trail.input(reader, 0)
+    if op == "BitShift":
+        direction = attribute(node, "direction", b"").decode()
+        node.require(direction == "RIGHT", f"BitShift {direction}, not RIGHT")
+    literal = trail.literal(node, 1, kind=kind)
+    node.require(literal.is_one(_NIBBLES[op]), f"{op} by {literal.one}, not {_NIBBLES[op]}")
+    return source, reader
+
+
+# -- Arithmetic
+
+
+def arithmetic(walk: Walk, site: Place, weight: Value, flipped: bool) -> Proof:
+    """Codes less zero points, times scales, in operators of every opset (qmm.spell writes this chain). Raises Refuse.
+
+    Low nibble first; Reshape [N, blocks, block]; Cast FLOAT; Sub(Unsqueeze(zero points, FLOAT)); where the scales are
+    of a half type a Cast to it; Mul(Unsqueeze(scales)); Reshape [N, blocks * block]; Slice [0 : K] of axis 1 or none;
+    a Cast or none; a Transpose. Blocks run along K.
+    """
+    trail = Trail(walk)
+    transposed, cast, value, at = _turned(trail, weight, site)
+    at.require(transposed != flipped, "weight [N, K] with no Transpose before the product, which QMM has")
+    sliced = None
+    if trail.op_type(value) == "Slice":
+        at = sliced = trail.node(value, "Slice", at)
+        value = trail.input(at, 0)
+    matrix = trail.node(value, "Reshape", at, "allowzero")
+    product = trail.node(trail.input(matrix, 0), "Mul", matrix)
+    steps, column = trail.input(product, 0), trail.input(product, 1)
+    if trail.op_type(steps) == "Unsqueeze":
+        steps, column = column, steps
+    scales = walk.constant(*_column(trail, column, product))
+    weight_dtype = qmm.float_type(product, scales)
+    at = product
+    if weight_dtype != "float32":
+        at = trail.node(steps, "Cast", product, "to")
+        to = attribute(at, "to")
+        at.require(to == ONNX_DTYPE[weight_dtype], f"Cast of the steps to {type_name(to)}, not the scales' type")
+        steps = trail.input(at, 0)
+    sub = trail.node(steps, "Sub", at)
+    widened = trail.node(trail.input(sub, 0), "Cast", sub, "to")
+    to = attribute(widened, "to")
+    widened.require(to == TensorProto.FLOAT, f"Cast of the codes to {type_name(to)}, not FLOAT")
+    points = _float_points(trail, *_column(trail, trail.input(sub, 1), sub), weight_dtype)
+    blocked = trail.node(trail.input(widened, 0), "Reshape", widened, "allowzero")
+    packed, low_first = _bytes(trail, trail.input(blocked, 0), blocked)
+    blocked.require(low_first, "Concat of the high nibble first, not of the low nibble first")
+
+    target, flat = trail.literal(blocked, 1), trail.literal(matrix, 1)
+    three = len(target.values) == 3 and target.dims == (3,) and min(target.values) > 0
+    blocked.require(three, f"Reshape to {target}, not to [N, blocks, block], all positive")
+    columns, blocks, block = target.values
+    blocked.require(block % 2 == 0, f"Reshape to {target}, whose block is not even")
+    whole = (columns, blocks * block)
+    matrix.require(flat.values == whole and flat.dims == (2,), f"Reshape to {flat}, not to {list(whole)}")
+    depth = whole[1] if sliced is None else _cut(trail, sliced, whole[1])
+    if sliced is not None:
+        sliced.require(depth > whole[1] - block, f"Slice to [{depth}], which leaves a block of {block} out")
+    grid = Grid(depth, columns, block, 1)
+    shape = qmm.packed_shape(grid)
+    blocked.require(packed.shapes == {shape}, f"packed {packed} is not {list(shape)}, [N, blocks, block / 2]")
+    product.require(scales.shapes == {grid.scales}, f"scales {scales} is not {list(grid.scales)}, one a block")
+    fits = points.shapes in ({grid.scales}, {(1, 1)})
+    sub.require(fits, f"zero points {points} is not {list(grid.scales)}, one a block, or [1, 1]")
+
+    constants = [packed, scales, points]
+    axes: dict[str, Axis | None] = {
+        constant.name: Axis(0, depth) for constant in constants if constant.shapes != {(1, 1)} or columns == 1
+    }
+    roles: dict[str, str | Laid] = {"packed": packed.name, "scales": scales.name, "zero_points": points.name}
+    shapes = {blocked.node.output[0]: (-1, blocks, block), matrix.node.output[0]: (-1, whole[1])}
+    found = Found("arithmetic", grid, Types(weight_dtype, cast or weight_dtype), roles, constants, axes, shapes)
+    return qmm.proof(site, Product(site.node.input[0]), weight.name, flipped, trail.nodes(), trail.literals, found)
+
+
+def _column(trail: Trail, value: Value, at: Place) -> tuple[Value, Place]:
+    """What is one a block, with an axis for the block's elements put in: (the value before, the node reached)."""
+    node = trail.node(value, "Unsqueeze", at)
+    axes = trail.literal(node, 1)
+    node.require(axes.is_one(2, -1), f"Unsqueeze on axes {axes.one}, not 2")
+    return trail.input(node, 0), node
+
+
+def _float_points(trail: Trail, value: Value, at: Place, weight_dtype: str) -> Constant:
+    """Zero points in FLOAT, as they are or cast from UINT8 or the scales' type."""
+    kinds: set[int] = {TensorProto.UINT8, ONNX_DTYPE[weight_dtype]}
+    if trail.op_type(value) == "Cast":
+        at = trail.node(value, "Cast", at, "to")
+        to = attribute(at, "to")
+        at.require(to == TensorProto.FLOAT, f"Cast of the zero points to {type_name(to)}, not FLOAT")
+        value = trail.input(at, 0)
+    else:
+        kinds &= {TensorProto.FLOAT}
+    points = trail.walk.constant(value, at)
+    one = len(points.types) == 1 and points.types <= kinds
+    at.require(one, f"zero points {points} is not UINT8, cast to FLOAT, or of the scales' type")
+    return points
+
+
+# -- What both have
 
 
 def _turned(trail: Trail, value: Value, at: Place) -> tuple[bool, str, Value, Place]:
@@ -197,117 +361,3 @@ def _turned(trail: Trail, value: Value, at: Place) -> tuple[bool, str, Value, Pl
         else:
             return transposed, dtype, value, at
         value = trail.input(at, 0)
-
-
-class Found(NamedTuple):
-    """What a chain of this file says of a weight, besides where it stands."""
-
-    name: str
-    grid: Grid
-    types: Types
-    roles: Mapping[str, str | Laid]
-    constants: Sequence[Constant]
-    axes: Mapping[str, tuple[int, int] | None]  # by constant, as in layout.Cut; one None: it is run whole
-    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-
-
-def proof(
-    site: Place,
-    product: Product,
-    weight: str,
-    flipped: bool,
-    nodes: tuple[NodeProto, ...],
-    literals: Mapping[str, TensorProto],
-    found: Found,
-) -> Proof:
-    """The proof of a QMM, whose units are the N."""
-    grid, types = found.grid, found.types
-    axes = {name: axis for name, axis in found.axes.items() if axis is not None}
-    whole = len(axes) < len(found.axes)
-    return Proof(
-        site=site.site,
-        op=QMM,
-        chain_name=found.name,
-        rows=grid.columns,
-        cols=grid.depth,
-        block_size=grid.block,
-        weight_dtype=types.weight_dtype,
-        dtype=types.dtype,
-        product=product,
-        attributes={
-            "K": grid.depth,
-            "N": grid.columns,
-            "bits": 4,
-            "block_size": grid.block,
-            "weight_dtype": ONNX_DTYPE[types.weight_dtype],
-            "dtype": ONNX_DTYPE[types.dtype],
-        },
-        roles=found.roles,
-        sources={constant.name: constant.tensors[0] for constant in found.constants},
-        literals=literals,
-        weight=weight,
-        chain=nodes,
-        cut=None if whole else Cut(grid.columns, grid.depth, weight, types.dtype, axes, found.shapes),
-        opset=site.scope.opset,
-        flipped=flipped,
-    )
-
-
-# -- Layout: pure functions of arrays, whole or cut to some of N
-
-
-def packed_shape(grid: Grid) -> tuple[int, int, int]:
-    """Shape of QMM's packed."""
-    return (grid.columns, grid.blocks, grid.block // 2)
-
-
-def one_point(value: int) -> Laid:
-    """One zero point for all."""
-    return Laid(_one_point, (), (value,), TensorProto.UINT8, (1, 1))
-
-
-def _one_point(value: int) -> np.ndarray:
-    return np.full((1, 1), value, np.uint8)
-
-
-def pack(array: np.ndarray, block: int, axis: int, depth: int) -> np.ndarray:
-    """uint8 [N, blocks, block / 2], low nibble first, of codes [K, N] (axis 0) or [N, K] (axis 1)."""
-    rows = _levels(array).T if axis == 0 else _levels(array)
-    codes = np.zeros((rows.shape[0], -(-depth // block), block), np.uint8)
-    codes.reshape(rows.shape[0], -1)[:, :depth] = rows
-    return codes[..., 0::2] | codes[..., 1::2] << 4
-
-
-def lay_nibbles(array: np.ndarray, blocks: int) -> np.ndarray:
-    """uint8 [N, blocks] of two zero points to a byte, low nibble first, a row ending in a whole byte."""
-    rows = array.reshape(-1, -(-blocks // 2))
-    return np.stack((rows & 15, rows >> 4), axis=-1).reshape(len(rows), -1)[:, :blocks]
-
-
-def lay_points(array: np.ndarray, axis: int) -> np.ndarray:
-    """uint8 [N, blocks] or [1, 1] of zero points in any of DequantizeLinear's shapes."""
-    return lay_rows(_levels(array).reshape(-1), axis) if array.ndim < 2 else lay_rows(_levels(array), axis)
-
-
-def lay_rows(array: np.ndarray, axis: int) -> np.ndarray:
-    """[N, blocks] of what is one a block as the codes lie, or one for each of N."""
-    if array.ndim < 2:
-        return array.reshape(-1, 1)
-    return np.ascontiguousarray(array.T if axis == 0 else array)
-
-
-def lay_flat(array: np.ndarray, *shape: int) -> np.ndarray:
-    """[N, *shape] of what runs its last axes together."""
-    return array.reshape(-1, *shape)
-
-
-def fill_rows(array: np.ndarray, columns: int) -> np.ndarray:
-    """[N, 1] of what is one for all."""
-    return np.full((columns, 1), array.reshape(-1)[0], array.dtype)
-
-
-def _levels(array: np.ndarray) -> np.ndarray:
-    """Codes 0 to 15, uint8: int4 moved up by 8, uint4 as they are."""
-    if array.dtype.name == "int4":
-        return (array.astype(np.int8) + 8).astype(np.uint8)
-    return array.astype(np.uint8)

@@ -16,6 +16,5 @@ VENDOR_PROOFS: Mapping[str, Callable[[Walk, Place], Proof]] = {"MatMulNBits": nb
 
 def prove(walk: Walk, site: Place, weight: Value, flipped: bool) -> Proof:
     """Prove what a weight is, from the chain before it; `flipped`: the product reads it transposed. Raises Refuse."""
-    if affine.is_dequantized(walk, weight):
-        return affine.dequantized(walk, site, weight, flipped)
-    return lookup.canonical(walk, site, weight, flipped)
+    chain = affine.chain_of(walk, weight) or lookup.canonical
+    return chain(walk, site, weight, flipped)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from onnx import AttributeProto, NodeProto, TensorProto, helper
 
 from lut4tool.formats import ONNX_DTYPE
-from lut4tool.recognize import affine
-from lut4tool.recognize.affine import Grid, Types
-from lut4tool.recognize.layout import Laid
+from lut4tool.recognize import qmm
+from lut4tool.recognize.layout import Axis, Laid
 from lut4tool.recognize.proof import Product, Proof
+from lut4tool.recognize.qmm import Found, Grid, Types
 from lut4tool.recognize.walk import OPSETS, Constant, Place, Walk
 
 _INPUTS = ("A", "B", "scales", "zero_points", "g_idx", "bias")
@@ -39,20 +39,20 @@ def matmul_nbits(walk: Walk, site: Place) -> Proof:
         for name in ("B", "scales", "zero_points")
         if name in given
     }
-    weight_dtype = affine.float_type(site, constants["scales"])
+    weight_dtype = qmm.float_type(site, constants["scales"])
     levels, level = _LEVELS[weight_dtype], facts["accuracy_level"]
     expected = f"{', '.join(map(str, levels[:-1]))} or {levels[-1]} is expected for {weight_dtype}"
     rounds = f"MatMulNBits with accuracy_level {level}, at which a runtime may round A; {expected}"
     site.require(level in levels, rounds)
 
     spelling, kind = _Spelling(), ONNX_DTYPE[weight_dtype]
-    packed = _part(site, "B", constants["B"], TensorProto.UINT8, affine.packed_shape(grid))
+    packed = _part(site, "B", constants["B"], TensorProto.UINT8, qmm.packed_shape(grid))
     scales = _part(site, "scales", constants["scales"], kind, grid.scales)
     points = _points(site, spelling, grid, constants.get("zero_points"), kind)
     types = Types(weight_dtype, weight_dtype)
-    weight = affine.spell(spelling, grid, types, spelling.shaped(packed), spelling.shaped(scales), points.value)
+    weight = qmm.spell(spelling, grid, types, spelling.shaped(packed), spelling.shaped(scales), points.value)
     parts = [part for part in (packed, scales, points.part) if part]
-    found = affine.Found(
+    found = Found(
         name="matmul_nbits",
         grid=grid,
         types=types,
@@ -62,7 +62,7 @@ def matmul_nbits(walk: Walk, site: Place) -> Proof:
         shapes=spelling.shapes(grid),
     )
     product = Product(given["A"], bias=given.get("bias", ""))
-    return affine.proof(site, product, weight, False, tuple(spelling.nodes), {}, found)
+    return qmm.proof(site, product, weight, False, tuple(spelling.nodes), {}, found)
 
 
 def _given(walk: Walk, site: Place) -> dict[str, str]:
@@ -115,10 +115,10 @@ class _Part(NamedTuple):
         """Whether it has the shape that it means."""
         return self.constant.shapes == {self.shape}
 
-    def unit(self, grid: Grid) -> tuple[int, int] | None:
-        """Where one of N lies in it, as in layout.Cut; None where its entries do not share K evenly."""
+    def unit(self, grid: Grid) -> Axis | None:
+        """Where one of N lies in it; None where its entries do not share K evenly."""
         entries = prod(self.shape[1:]) if len(self.constant.tensors[0].dims) == 1 else 1
-        return None if grid.depth % entries else (0, grid.depth // entries)
+        return None if grid.depth % entries else Axis(0, grid.depth // entries)
 
 
 def _part(site: Place, name: str, constant: Constant, kind: int, shape: tuple[int, ...]) -> _Part:
@@ -129,8 +129,8 @@ def _part(site: Place, name: str, constant: Constant, kind: int, shape: tuple[in
     flat = [(*shape[:rank], prod(shape[rank:])) for rank in range(len(shape))]
     one = len(constant.shapes) == 1 and next(iter(constant.shapes)) in flat
     site.require(one, f"{name} {constant} is not {list(shape)}, nor that with its last axes run together")
-    affine.require_one(site, constant)
-    return _Part(constant, shape, Laid(affine.lay_flat, (constant.name,), shape[1:], kind, shape))
+    qmm.require_one(site, constant)
+    return _Part(constant, shape, Laid(qmm.lay_flat, (constant.name,), shape[1:], kind, shape))
 
 
 class _Points(NamedTuple):
@@ -145,7 +145,7 @@ def _points(site: Place, spelling: _Spelling, grid: Grid, constant: Constant | N
     """Zero points of each layout. Raises Refuse."""
     if constant is None:
         one = spelling.node("Unsqueeze", spelling.ints([8]), spelling.ints([0]))
-        return _Points(spelling.node("Cast", one, to=TensorProto.FLOAT), affine.one_point(8), None)
+        return _Points(spelling.node("Cast", one, to=TensorProto.FLOAT), qmm.one_point(8), None)
     if constant.types != {TensorProto.UINT8}:
         typed = _part(site, "zero_points", constant, kind, grid.scales)
         value = spelling.shaped(typed)
@@ -153,17 +153,17 @@ def _points(site: Place, spelling: _Spelling, grid: Grid, constant: Constant | N
         return _Points(as_float, typed.role, typed)
     count = -(-grid.blocks // 2)
     part = _part(site, "zero_points", constant, TensorProto.UINT8, (grid.columns, count))
-    affine.require_one(site, constant)
-    low, high = affine.spell_nibbles(spelling, spelling.shaped(part), 2)
+    qmm.require_one(site, constant)
+    low, high = qmm.spell_nibbles(spelling, spelling.shaped(part), 2)
     pairs = spelling.node("Concat", low, high, axis=2)
     value = spelling.node("Reshape", pairs, spelling.ints([grid.columns, 2 * count]))
     value = spelling.node("Slice", value, spelling.ints([0]), spelling.ints([grid.blocks]), spelling.ints([1]))
-    role = Laid(affine.lay_nibbles, (constant.name,), (grid.blocks,), TensorProto.UINT8, grid.scales)
+    role = Laid(qmm.lay_points, (constant.name,), (1, 2 * count, grid.blocks, True), TensorProto.UINT8, grid.scales)
     return _Points(spelling.node("Cast", value, to=TensorProto.FLOAT), role, part)
 
 
 class _Spelling:
-    """Writes standard nodes (affine.Writer)."""
+    """Writes standard nodes (qmm.Writer)."""
 
     def __init__(self) -> None:
         self.nodes: list[NodeProto] = []

@@ -514,7 +514,10 @@ def check(place: Place, free: Collection[str] = ()) -> None:
     """
     node, opset = place.node, place.scope.opset
     place.require(opset in OPSETS, f"opset {opset}, not {OPSETS[0]} to {OPSETS[-1]}")
-    least, most, attributes = _signature(node.op_type, opset)
+    try:
+        least, most, attributes = _signature(node.op_type, opset)
+    except onnx.defs.SchemaError:
+        place.refuse(f"{node.op_type}, which opset {opset} does not have")
     if not least <= len(node.input) <= most:
         place.refuse(f"{node.op_type} with {len(node.input)} inputs, not {least} to {most}")
     if len(node.output) != 1:

@@ -18,6 +18,7 @@ from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorPro
 
 from lut4tool.formats import DOMAIN, DTYPE_NAME, LOOKUP4_MATMUL, QMM, VERSION
 from lut4tool.recognize.proof import Refusal
+from lut4tool.recognize.qmm import Grid, Types, spell, spell_nibbles
 from lut4tool.recognize.walk import OPSETS, Constant, Place, Refuse, Scope, Walk
 from lut4tool.rewrite.edit import RewriteError
 from lut4tool.rewrite.save import Progress, check_target, save
@@ -232,7 +233,7 @@ def _lookup4(body: _Body, facts: Mapping[str, Any], names: Sequence[str], consta
     missing = whole - constants[0].tensors[0].dims[0]
     if missing:
         packed = body.node("Pad", packed, body.ints([0, missing]))
-    high, low = _nibbles(body, packed, 1)
+    low, high = spell_nibbles(body, packed, 1)
     pairs = body.node("Concat", *((high, low) if facts["high_nibble_first"] else (low, high)), axis=1)
     index = body.node("Reshape", pairs, body.ints([-1, block]))
     values = body.node("Gather", _as_float(body, codebook, constants[2]), index)
@@ -249,31 +250,11 @@ def _lookup4(body: _Body, facts: Mapping[str, Any], names: Sequence[str], consta
 
 
 def _qmm(body: _Body, facts: Mapping[str, Any], names: Sequence[str], constants: Sequence[Constant]) -> str:
-    """The affine chain in arithmetic that every opset from 13 on has (recognize/affine.py): its last value."""
+    """The affine chain in operators that every opset has (recognize/affine.py proves it): its last value."""
     packed, scales, zeros = names
-    depth, count, block = facts["K"], facts["N"], facts["block_size"]
-    weight_dtype, dtype = facts["weight_dtype"], facts["dtype"]
-    blocks = -(-depth // block)
-    high, low = _nibbles(body, packed, 3)
-    pairs = body.node("Concat", low, high, axis=3)
-    codes = body.node("Cast", body.node("Reshape", pairs, body.ints([count, blocks, block])), to=TensorProto.FLOAT)
-    steps = body.node("Sub", codes, body.node("Unsqueeze", _as_float(body, zeros, constants[2]), body.ints([2])))
-    if weight_dtype != TensorProto.FLOAT:
-        steps = body.node("Cast", steps, to=weight_dtype)
-    product = body.node("Mul", steps, body.node("Unsqueeze", scales, body.ints([2])))
-    matrix = body.node("Reshape", product, body.ints([count, blocks * block]))
-    if blocks * block != depth:
-        matrix = body.node("Slice", matrix, body.ints([0]), body.ints([depth]), body.ints([1]))
-    if dtype != weight_dtype:
-        matrix = body.node("Cast", matrix, to=dtype)
-    return body.node("Transpose", matrix, perm=[1, 0])
-
-
-def _nibbles(body: _Body, packed: str, axis: int) -> tuple[str, str]:
-    """The high and the low nibble of each byte, INT64, with a last axis of 1 at `axis`."""
-    bytes_ = body.node("Cast", packed, to=TensorProto.INT64)
-    high, low = body.node("Div", bytes_, body.ints([16])), body.node("Mod", bytes_, body.ints([16]))
-    return body.node("Unsqueeze", high, body.ints([axis])), body.node("Unsqueeze", low, body.ints([axis]))
+    grid = Grid(facts["K"], facts["N"], facts["block_size"], 1)
+    types = Types(DTYPE_NAME[facts["weight_dtype"]], DTYPE_NAME[facts["dtype"]])
+    return spell(body, grid, types, packed, scales, _as_float(body, zeros, constants[2]))
 
 
 def _as_float(body: _Body, name: str, constant: Constant) -> str:
