@@ -223,6 +223,44 @@ def _costs(site: dict[str, Any]) -> list[str]:
 
 
 @app.command()
+def expand(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A rewritten ONNX file.", show_default=False)],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Where to write; IN itself is allowed.", show_default=False)
+    ],
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing OUT.")] = False,
+    allow_external: ExternalOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """The way back: replace each node of ai.lut4tool with the standard operators that decode its weight.
+
+    The decoded weights are the same bit for bit. Packed data is neither read nor copied within a folder. Exit status 3,
+    and nothing written, where there is no such node.
+    """
+    from lut4tool.rewrite.expand import expand as expand_file
+
+    with _progress() as progress:
+        result = expand_file(source, target, force=force, allow_external=tuple(allow_external or ()), progress=progress)
+    document = result.to_json()
+    if json_output:
+        _print_json(document)
+    else:
+        console = _console()
+        for row in document["expanded"]:
+            console.print(f"expanded {row['node']}: {row['op']}, {row['rows']} x {row['cols']}, {row['weight_dtype']}")
+        for refusal in document["refused"]:
+            console.print(f"refused: {refusal['node']}: {refusal['reason']}")
+        for note in result.notes:
+            console.print(note)
+        if document["expanded"]:
+            console.print(f"wrote {target}: {_size(document['output_bytes'])} (was {_size(document['input_bytes'])})")
+        else:
+            console.print("nothing to expand; nothing written")
+    if not document["expanded"]:
+        raise typer.Exit(NOTHING_TO_REWRITE)
+
+
+@app.command()
 def inspect(model: ModelArgument, json_output: JsonOption = False) -> None:
     """Say which chains are found, which are refused and why, and what the weights cost packed and dense."""
     from lut4tool.recognize.summary import summarize
