@@ -404,15 +404,15 @@ def copy_new(source: PathLike, path: PathLike) -> None:
 
 
 def same_bytes(one: PathLike, other: PathLike) -> bool:
-    """Whether two regular files hold the same bytes."""
-    with open(one, "rb", buffering=0) as first, open(other, "rb", buffering=0) as second:
-        facts = os.fstat(first.fileno()), os.fstat(second.fileno())
-        if not all(stat.S_ISREG(fact.st_mode) for fact in facts) or facts[0].st_size != facts[1].st_size:
+    """Whether two regular files can be read and hold the same bytes."""
+    with contextlib.suppress(OSError), open(one, "rb", buffering=0) as first, open(other, "rb", buffering=0) as second:
+        if os.fstat(first.fileno()).st_size != os.fstat(second.fileno()).st_size:
             return False
         while piece := first.read(_PIECE):
             if piece != second.read(len(piece)):
                 return False
-    return True
+        return True
+    return False
 
 
 def _version(facts: os.stat_result) -> tuple[int, int]:

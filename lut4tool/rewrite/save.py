@@ -57,6 +57,7 @@ def save(
     """
     real = os.path.realpath(target)
     external = external_tensors(model)
+    tensors.check_unchanged()
     try:
         with Folder(os.path.dirname(target) or ".", os.path.basename(target)) as folder:
             folder.hold(os.path.dirname(real))
