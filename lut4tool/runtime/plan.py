@@ -372,7 +372,7 @@ class _Planner:
             if row.check is not None:
                 row.check(facts)
             run: Callable[..., Any] = row.run(facts) if row.planned else _bound(site, row, host)
-            run = run if prepare is None else prepare(facts) or run
+            run = run if prepare is None else prepare(facts, run) or run
         except Lut4Error as error:
             self.problem(f"node '{site.name}' ({row.name}): {error}")
             return None

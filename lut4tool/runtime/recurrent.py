@@ -95,8 +95,8 @@ def byte_layer(
         if input_ is None or state is None:
             return None
         depth = input_[0].depth
-        parts = [(matrix.native, factors) for matrix, factors in (input_, state)]
-        made.append(_direction("lstm", hidden, depth, *parts, None, None if b is None else b[d]))
+        both = (input_[0].native, input_[1]), (state[0].native, state[1])
+        made.append(_direction("lstm", hidden, depth, *both, None, None if b is None else b[d]))
     return Layer(made, hidden, depth, True)
 
 

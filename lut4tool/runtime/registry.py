@@ -16,8 +16,9 @@ the call, unless MLX lacks its type; with `xp`, all become mx.arrays where any i
 wanted as NumPy arrays. `planned=True` marks a function that is called once, while planning, with a `Node`, and returns
 the callable that runs, which takes the inputs as any operator does: for control flow and prepared weights. `check` is
 called with that Node too, and raises Unsupported for attributes and inputs that a function takes but does not serve;
-its docstring says what those are. `prepare` is called with it on a CPU, where values are NumPy arrays, and returns what
-runs there in the function's place, without `xp`, or None: what can be decided, looked up or packed once is so.
+its docstring says what those are. `prepare` is called on a CPU, where values are NumPy arrays, with that Node and the
+function with its attributes and `xp` bound; it returns what runs there in its place, or None: what can be decided,
+looked up or packed once is so.
 `on_host=True` marks a function that computes on the host on any device: what its result holds decides its shape, or it
 works on strings, sequences, images, tables (2: only where a node asks for two outputs). So does any function on values
 of types that MLX lacks, but for one marked `codes=True`, which has MLX convert the types of a byte and less.
@@ -58,7 +59,7 @@ class Operator:
     host: tuple[int, ...] = ()
     planned: bool = False
     check: Callable[[Any], None] | None = None
-    prepare: Callable[[Any], Callable[..., Any] | None] | None = None
+    prepare: Callable[[Any, Callable[..., Any]], Callable[..., Any] | None] | None = None
     on_host: int = 0
     shape: bool = False
     codes: bool = False
@@ -117,7 +118,7 @@ def op(
     host: tuple[int, ...] = (),
     planned: bool = False,
     check: Callable[[Any], None] | None = None,
-    prepare: Callable[[Any], Callable[..., Any] | None] | None = None,
+    prepare: Callable[[Any, Callable[..., Any]], Callable[..., Any] | None] | None = None,
     on_host: int = 0,
     shape: bool = False,
     codes: bool = False,

@@ -10,7 +10,7 @@ import numpy as np
 from lut4tool.runtime import dtypes
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.dtypes import BY_MLX, BY_NUMBER, MLX_OF, Type, to_device, to_numpy, type_of
-from lut4tool.runtime.ops import codes, compute
+from lut4tool.runtime.ops import codes, compute, prepared
 from lut4tool.runtime.registry import op
 
 _FLOAT8 = tuple(np.dtype(getattr(ml_dtypes, f"float8_{name}")) for name in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz"))
@@ -84,19 +84,19 @@ def _cast(xp: Any, x: Any, target: Type, saturate: int, round_mode: str) -> Any:
     return result if host.dtype in MLX_OF else to_device(result)  # only what was a host value by choice stays one
 
 
-@op("Cast", since=6, until=18, codes=True)
+@op("Cast", since=6, until=18, codes=True, prepare=prepared.cast)
 def cast_saturating(xp: Any, x: Any, *, to: int) -> Any:
     """Before float8: one rule a pair of types, strings included; a host value stays on the host."""
     return _cast(xp, x, BY_NUMBER[to], 1, "up")
 
 
-@op("Cast", since=19, until=23, codes=True)
+@op("Cast", since=19, until=23, codes=True, prepare=prepared.cast)
 def cast_saturate(xp: Any, x: Any, *, to: int, saturate: int = 1) -> Any:
     """A float8 saturates, or becomes NaN or Inf."""
     return _cast(xp, x, BY_NUMBER[to], saturate, "up")
 
 
-@op("Cast", since=24, codes=True)
+@op("Cast", since=24, codes=True, prepare=prepared.cast)
 def cast(xp: Any, x: Any, *, to: int, saturate: int = 1, round_mode: str = "up") -> Any:
     """To float8e8m0 there is a rounding mode; MLX has no float8, int4, int2 or string: those are made on the host."""
     return _cast(xp, x, BY_NUMBER[to], saturate, round_mode)

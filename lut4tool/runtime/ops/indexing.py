@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lut4tool.runtime.dtypes import to_numpy
+from lut4tool.runtime.ops import prepared
 from lut4tool.runtime.registry import op
 
 
@@ -31,7 +32,7 @@ def positive(axis: int, rank: int) -> int:
     return axis % rank
 
 
-@op("Gather")
+@op("Gather", prepare=prepared.gather)
 def gather(xp: Any, x: Any, indices: Any, *, axis: int = 0) -> Any:
     """np.take; an index out of range is an error."""
     return xp.take(x, xp.array(checked(indices, x.shape[axis])), axis=axis)

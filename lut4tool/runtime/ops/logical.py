@@ -5,6 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+from lut4tool.runtime.ops import prepared
 from lut4tool.runtime.registry import op
 
 # ONNX name -> (name that NumPy and MLX share, first version with free broadcasting).
@@ -28,10 +31,10 @@ def _binary(function: str, xp: Any, a: Any, b: Any) -> Any:
 
 
 for _name, (_function, _since) in _BINARY.items():
-    op(_name, since=_since)(partial(_binary, _function))
+    op(_name, since=_since, prepare=prepared.function(getattr(np, _function)))(partial(_binary, _function))
 
 
-@op("Not")
+@op("Not", prepare=prepared.function(np.logical_not))
 def logical_not(xp: Any, x: Any) -> Any:
     """Negation of booleans."""
     return xp.logical_not(x)

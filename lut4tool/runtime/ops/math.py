@@ -12,6 +12,7 @@ import numpy as np
 
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.curves import curve
+from lut4tool.runtime.ops import prepared
 from lut4tool.runtime.ops.compute import computed, is_float, on_device
 from lut4tool.runtime.registry import op
 
@@ -62,13 +63,15 @@ def _variadic(function: str, xp: Any, *data: Any) -> Any:
 
 
 for _name, (_function, _since) in _EXACT.items():
-    op(_name, since=_since)(partial(_exact, _function))
+    op(_name, since=_since, prepare=prepared.function(np.rint if _name == "Round" else getattr(np, _function)))(
+        partial(_exact, _function)
+    )
 for _name, (_function, _since) in _CURVES.items():
-    op(_name, since=_since)(partial(_curve, _function))
+    op(_name, since=_since, prepare=prepared.float_function(getattr(np, _function)))(partial(_curve, _function))
 for _name, _function in _BINARY.items():
-    op(_name, since=7)(partial(_binary, _function))
+    op(_name, since=7, prepare=prepared.function(getattr(np, _function)))(partial(_binary, _function))
 for _name, _function in _VARIADIC.items():
-    op(_name, since=6)(partial(_variadic, _function))
+    op(_name, since=6, prepare=prepared.function(getattr(np, _function)))(partial(_variadic, _function))
 
 
 @op("Mean", since=6)
@@ -95,7 +98,7 @@ def divide(xp: Any, a: Any, b: Any) -> Any:
     return xp.where(b == -1, xp.negative(a), quotient + inexact.astype(a.dtype))
 
 
-op("Div", since=7)(divide)
+op("Div", since=7, prepare=prepared.divide)(divide)
 
 
 @op("Mod", since=10)
@@ -113,7 +116,7 @@ def mod(xp: Any, a: Any, b: Any, *, fmod: int = 0) -> Any:
     return xp.where(a < 0, xp.negative(rest), rest)
 
 
-@op("Pow", since=7)
+@op("Pow", since=7, prepare=prepared.power)
 def power(xp: Any, x: Any, y: Any) -> Any:
     """Return x ** y in x's type, any type of y since 12; a negative power of an integer truncates to 0, 1 or -1."""
     if is_float(x):
@@ -157,7 +160,7 @@ def clip(xp: Any, x: Any, min: Any = None, max: Any = None) -> Any:
     return np.minimum(y, max, out=y)
 
 
-@op("Relu", since=6)
+@op("Relu", since=6, prepare=prepared.relu)
 def relu(xp: Any, x: Any) -> Any:
     """Return max(x, 0), for integers too since 14."""
     return xp.maximum(x, xp.zeros((), dtype=x.dtype))

@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+from lut4tool.runtime.ops import prepared
 from lut4tool.runtime.ops.compute import is_float, on_device
 from lut4tool.runtime.ops.indexing import positive
 from lut4tool.runtime.registry import op
@@ -85,6 +88,14 @@ _REDUCTIONS: dict[str, Reduction] = {
 }
 
 
+_PREPARED = {
+    "ReduceMean": prepared.mean,
+    "ReduceSum": prepared.total,
+    "ReduceMax": prepared.extreme(np.maximum),
+    "ReduceMin": prepared.extreme(np.minimum),
+}
+
+
 def reduce(reduction: Reduction, xp: Any, x: Any, axes: Sequence[int] | None, keepdims: int) -> Any:
     """Reduce over `axes` (None: all of them) in x's own type, where NumPy and MLX would widen small integers."""
     chosen = range(x.ndim) if axes is None else axes
@@ -108,8 +119,9 @@ def _axes_input(
 
 for _name, _reduction in _REDUCTIONS.items():
     _last = 12 if _name == "ReduceSum" else 17
-    op(_name, until=_last)(partial(_axes_attribute, _reduction))
-    op(_name, since=_last + 1, host=(1,))(partial(_axes_input, _reduction))
+    _prepare = _PREPARED.get(_name)
+    op(_name, until=_last, prepare=_prepare)(partial(_axes_attribute, _reduction))
+    op(_name, since=_last + 1, host=(1,), prepare=_prepare)(partial(_axes_input, _reduction))
 
 
 def _first(function: str, xp: Any, x: Any, *, axis: int = 0, keepdims: int = 1) -> Any:

@@ -126,7 +126,7 @@ def usual(kind: str, node: Node) -> bool:
     return names in ([], usual, 2 * usual) and not (options.get("clip") or options.get("input_forget") or peephole)
 
 
-def _prepare(node: Node) -> Callable[..., Any] | None:
+def _prepare(node: Node, general: Callable[..., Any]) -> Callable[..., Any] | None:
     """On a CPU an LSTM or a GRU in native code, its weights prepared where they are constant."""
     options = node.attributes
     kind = "gru_reset_after" if options.get("linear_before_reset") else node.op_type.lower()
@@ -138,15 +138,14 @@ def _prepare(node: Node) -> Callable[..., Any] | None:
     constant = (
         recurrent.layer(kind, w, r, b) if w is not None and r is not None and (b is not None or not given) else None
     )
-    plain = partial(lstm if node.op_type == "LSTM" else gru, **options)
 
     def run(x: Any, w: Any, r: Any, b: Any = None, lengths: Any = None, h: Any = None, *rest: Any) -> Any:
         layer = constant or recurrent.layer(kind, w, r, b)
         x_steps = x.swapaxes(0, 1) if layout else x
         if layer is None or not layer.serves(x_steps):
-            return plain(x, w, r, b, lengths, h, *rest)
-        states = [None if s is None else s.swapaxes(0, 1) if layout else s for s in (h, *rest[:1], None)[:2]]
-        y, *last = layer(x_steps, *states, lengths, backward)
+            return general(x, w, r, b, lengths, h, *rest)
+        h, c = (None if s is None else s.swapaxes(0, 1) if layout else s for s in (h, *rest[:1], None)[:2])
+        y, *last = layer(x_steps, h, c, lengths, backward)
         if not layout:
             return (y, *last)
         return (y.transpose(2, 0, 1, 3), *(s.swapaxes(0, 1) for s in last))

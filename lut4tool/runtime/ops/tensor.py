@@ -10,6 +10,7 @@ import numpy as np
 
 from lut4tool.runtime.cache import Cache
 from lut4tool.runtime.dtypes import to_device
+from lut4tool.runtime.ops import prepared
 from lut4tool.runtime.ops.indexing import checked, positive
 from lut4tool.runtime.ops.sizes import check_size
 from lut4tool.runtime.registry import op
@@ -46,25 +47,25 @@ def resolved(shape: Sequence[int], wanted: Any, allowzero: int = 0) -> list[int]
     return sizes
 
 
-@op("Reshape", since=5, until=13, host=(1,))
+@op("Reshape", since=5, until=13, host=(1,), prepare=prepared.reshape)
 def reshape_copying(xp: Any, x: Any, shape: Any) -> Any:
     """0 copies the input's dimension."""
     return x.reshape(resolved(x.shape, shape))
 
 
-@op("Reshape", since=14, host=(1,))
+@op("Reshape", since=14, host=(1,), prepare=prepared.reshape)
 def reshape(xp: Any, x: Any, shape: Any, *, allowzero: int = 0) -> Any:
     """0 copies the input's dimension unless allowzero."""
     return x.reshape(resolved(x.shape, shape, allowzero))
 
 
-@op("Transpose")
+@op("Transpose", prepare=prepared.transpose)
 def transpose(xp: Any, x: Any, *, perm: Sequence[int] | None = None) -> Any:
     """All axes reversed by default."""
     return xp.transpose(x, range(x.ndim)[::-1] if perm is None else perm)
 
 
-@op("Concat", since=4)
+@op("Concat", since=4, prepare=prepared.concat)
 def concat(xp: Any, *inputs: Any, axis: int) -> Any:
     """At least one tensor, of one type; a decoding loop's cache takes the others in place."""
     if isinstance(inputs[0], Cache):
@@ -84,19 +85,19 @@ def _equal(length: int, parts: int) -> list[int]:
     return [max(0, min(step, length - index * step)) for index in range(parts)]
 
 
-@op("Split", since=2, until=12)
+@op("Split", since=2, until=12, prepare=prepared.split)
 def split_attribute(xp: Any, x: Any, *, axis: int = 0, split: Sequence[int] | None = None, outputs: int) -> Any:
     """Sizes as an attribute; equal parts by default."""
     return _pieces(xp, x, split or _equal(x.shape[axis], outputs), axis)
 
 
-@op("Split", since=13, until=17, host=(1,))
+@op("Split", since=13, until=17, host=(1,), prepare=prepared.split)
 def split_input(xp: Any, x: Any, split: Any = None, *, axis: int = 0, outputs: int) -> Any:
     """Sizes as an input; equal parts by default."""
     return _pieces(xp, x, _equal(x.shape[axis], outputs) if split is None else split.tolist(), axis)
 
 
-@op("Split", since=18, host=(1,))
+@op("Split", since=18, host=(1,), prepare=prepared.split)
 def split_parts(
     xp: Any, x: Any, split: Any = None, *, axis: int = 0, num_outputs: int | None = None, outputs: int
 ) -> Any:
@@ -118,7 +119,7 @@ def _slices(x: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> tuple[slic
     return tuple(found)
 
 
-@op("Slice", until=9)
+@op("Slice", until=9, prepare=prepared.slices)
 def slice_attributes(
     xp: Any, x: Any, *, starts: Sequence[int], ends: Sequence[int], axes: Sequence[int] | None = None
 ) -> Any:
@@ -126,7 +127,7 @@ def slice_attributes(
     return x[_slices(x, starts, ends, axes, None)]
 
 
-@op("Slice", since=10, host=(1, 2, 3, 4))
+@op("Slice", since=10, host=(1, 2, 3, 4), prepare=prepared.slices)
 def slice_inputs(xp: Any, x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> Any:
     """Bounds as inputs; out of range ones clamp, negative steps go backward."""
     return x[_slices(x, starts, ends, axes, steps)]
@@ -151,25 +152,25 @@ def _unsqueezed(x: Any, axes: Any) -> Any:
     return x.reshape([1 if axis in new else next(sizes) for axis in range(rank)])
 
 
-@op("Squeeze", until=12)
+@op("Squeeze", until=12, prepare=prepared.squeeze)
 def squeeze_attribute(xp: Any, x: Any, *, axes: Sequence[int] | None = None) -> Any:
     """Every dimension of 1 by default."""
     return _squeezed(x, axes)
 
 
-@op("Squeeze", since=13, host=(1,))
+@op("Squeeze", since=13, host=(1,), prepare=prepared.squeeze)
 def squeeze(xp: Any, x: Any, axes: Any = None) -> Any:
     """Every dimension of 1 by default."""
     return _squeezed(x, axes)
 
 
-@op("Unsqueeze", until=12)
+@op("Unsqueeze", until=12, prepare=prepared.unsqueeze)
 def unsqueeze_attribute(xp: Any, x: Any, *, axes: Sequence[int]) -> Any:
     """Axes count in the result's rank."""
     return _unsqueezed(x, axes)
 
 
-@op("Unsqueeze", since=13, host=(1,))
+@op("Unsqueeze", since=13, host=(1,), prepare=prepared.unsqueeze)
 def unsqueeze(xp: Any, x: Any, axes: Any) -> Any:
     """Axes count in the result's rank."""
     return _unsqueezed(x, axes.reshape(-1))
@@ -179,7 +180,7 @@ def _itemsize(xp: Any, x: Any) -> int:
     return x.dtype.itemsize if xp is np else x.dtype.size
 
 
-@op("Expand", host=(1,))
+@op("Expand", host=(1,), prepare=prepared.expand)
 def expand(xp: Any, x: Any, shape: Any) -> Any:
     """Broadcasts both ways: a 1 in `shape` keeps the input's dimension."""
     wanted = shape.tolist()
@@ -240,19 +241,19 @@ def _source(positions: np.ndarray, length: int, mode: str) -> np.ndarray:
     return np.minimum(positions % period, -positions % period)
 
 
-@op("Pad", since=2, until=10)
+@op("Pad", since=2, until=10, prepare=prepared.pad)
 def pad_attributes(xp: Any, x: Any, *, pads: Sequence[int], value: float = 0.0, mode: str = "constant") -> Any:
     """Pads and value as attributes."""
     return _pad(xp, x, pads, xp.array(value, dtype=x.dtype), None, mode)
 
 
-@op("Pad", since=11, until=17, host=(1,))
+@op("Pad", since=11, until=17, host=(1,), prepare=prepared.pad)
 def pad_inputs(xp: Any, x: Any, pads: Any, constant_value: Any = None, *, mode: str = "constant") -> Any:
     """Pads and value as inputs."""
     return _pad(xp, x, pads, constant_value, None, mode)
 
 
-@op("Pad", since=18, host=(1, 3))
+@op("Pad", since=18, host=(1, 3), prepare=prepared.pad)
 def pad(xp: Any, x: Any, pads: Any, constant_value: Any = None, axes: Any = None, *, mode: str = "constant") -> Any:
     """Pads of the axes given; mode wrap since 19."""
     return _pad(xp, x, pads, constant_value, axes, mode)

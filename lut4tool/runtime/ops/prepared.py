@@ -1,0 +1,346 @@
+"""Operators on a CPU as they run in models: what constants and types say is decided once, so that a call costs little.
+
+Each function is the `prepare` of an operator's row: `general` is the row's function. What it returns does the same; for
+a node that is not of the usual kind it returns None, and for a value that is not, `general` serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from lut4tool.runtime.cache import Cache
+from lut4tool.runtime.dtypes import BY_NUMBER, TYPES
+from lut4tool.runtime.plan import Node
+
+Run = Callable[..., Any]
+Prepare = Callable[[Node, Run], Run | None]
+
+#: Types that NumPy itself has: it casts and computes them as ONNX says.
+_PLAIN = {f"tensor({row.name})": row.numpy for row in TYPES if row.numpy.kind in "biuf" and row.numpy.isbuiltin == 1}
+#: Slices of an axis of at most so many elements are reduced one after the other.
+_FEW = 8
+#: Elements of a result that no machine lacks the memory for.
+_SURE = 1 << 20
+
+
+def constant(node: Node, place: int) -> np.ndarray | None:
+    """The value of an input, where it is constant."""
+    return node.constants[place] if place < len(node.constants) else None
+
+
+def given(node: Node, place: int) -> bool:
+    """Whether an input is there."""
+    return place < len(node.given) and node.given[place]
+
+
+def plain(node: Node, place: int = 0) -> np.dtype | None:
+    """The type of an input where NumPy itself has it."""
+    return _PLAIN.get(node.types[place] or "") if place < len(node.types) else None
+
+
+def is_float(node: Node, place: int = 0) -> bool:
+    """Whether an input is float32 or float64."""
+    dtype = plain(node, place)
+    return dtype is not None and dtype.kind == "f" and dtype.itemsize >= 4
+
+
+def listed(node: Node, name: str, place: int) -> tuple[int, ...] | None:
+    """Whole numbers that are an attribute, or since some version an input; None where they are not constant."""
+    attribute, value = node.attributes.get(name), constant(node, place)
+    if attribute is not None:
+        return tuple(attribute)
+    return None if value is None else tuple(map(int, value.reshape(-1)))
+
+
+# -- shapes
+
+
+def reshape(node: Node, general: Run) -> Run | None:
+    """np.reshape does all but 0, and its own errors are not ours."""
+    fixed, value = None, constant(node, 1)
+    if value is not None:
+        fixed = tuple(value.tolist()) if 0 not in value and value.min(initial=0) >= -1 else ()
+
+    def run(x: Any, shape: Any) -> Any:
+        wanted = shape.tolist() if fixed is None else fixed
+        if fixed == () or (fixed is None and (0 in wanted or min(wanted, default=0) < -1)):
+            return general(x, shape)
+        try:
+            return x.reshape(wanted)
+        except ValueError:
+            return general(x, shape)
+
+    return run
+
+
+def unsqueeze(node: Node, general: Run) -> Run | None:
+    """A reshape with a 1 at a constant axis, or with several."""
+    axes = listed(node, "axes", 1)
+    if axes is None or len(axes) != 1 or axes[0] < 0:
+        return None
+    (at,) = axes
+
+    def run(x: Any, *rest: Any) -> Any:
+        shape = x.shape
+        return x.reshape((*shape[:at], 1, *shape[at:])) if at <= len(shape) else general(x, *rest)
+
+    return run
+
+
+def squeeze(node: Node, general: Run) -> Run | None:
+    """np.squeeze of constant axes."""
+    axes = listed(node, "axes", 1)
+    if axes is None:
+        return None
+
+    def run(x: Any, *rest: Any) -> Any:
+        try:
+            return x.squeeze(axes)
+        except ValueError:
+            return general(x, *rest)
+
+    return run
+
+
+def transpose(node: Node, general: Run) -> Run | None:
+    """A view."""
+    perm = node.attributes.get("perm")
+    if perm is None:
+        return lambda x: x.T
+    axes = tuple(perm)
+    return lambda x: x.transpose(axes)
+
+
+def slices(node: Node, general: Run) -> Run | None:
+    """A view by constant bounds of constant axes; those that Python's slices mean otherwise are left to the row."""
+    parts = [listed(node, name, place) for place, name in enumerate(("starts", "ends", "axes", "steps"), 1)]
+    if any(part is None and given(node, place) for place, part in enumerate(parts, 1)):
+        return None
+    starts, ends, axes, steps = parts
+    if starts is None or ends is None or len(starts) != len(ends):
+        return None
+    axes, steps = axes or tuple(range(len(starts))), steps or (1,) * len(starts)
+    if len(axes) != len(starts) or len(steps) != len(starts) or min(axes) < 0 or min(steps) < 1:
+        return None
+    found = [slice(None)] * (max(axes) + 1)
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        found[axis] = slice(start, end, step)
+    key, rank = tuple(found), len(found)
+
+    def run(x: Any, *rest: Any) -> Any:
+        return x[key] if x.ndim >= rank else general(x, *rest)
+
+    return run
+
+
+def split(node: Node, general: Run) -> Run | None:
+    """Views by constant sizes, or of equal parts."""
+    sizes, axis, outputs = listed(node, "split", 1), node.attributes.get("axis", 0), node.outputs
+    if sizes is None and (given(node, 1) or node.attributes.get("num_outputs", outputs) != outputs):
+        return None
+
+    def run(x: Any, *rest: Any) -> Any:
+        length = x.shape[axis]
+        parts = sizes if sizes is not None else (length // outputs,) * outputs
+        if sum(parts) != length or len(parts) != outputs or min(parts) < 0:
+            return general(x, *rest)
+        before, found, start = (slice(None),) * (axis % x.ndim), [], 0
+        for size in parts:
+            found.append(x[(*before, slice(start, start + size))])
+            start += size
+        return tuple(found)
+
+    return run
+
+
+def expand(node: Node, general: Run) -> Run | None:
+    """A view, where the shape is the result's; what has that shape already is it."""
+
+    def run(x: Any, shape: Any) -> Any:
+        wanted, old = tuple(shape.tolist()), x.shape
+        if wanted == old:
+            return x
+        apart = len(wanted) - len(old)
+        fits = apart >= 0 and all(a in (1, b) for a, b in zip(old, wanted[apart:], strict=True))
+        if not fits or min(wanted, default=0) < 0 or prod(wanted) > _SURE:
+            return general(x, shape)
+        return np.broadcast_to(x, wanted)
+
+    return run
+
+
+def pad(node: Node, general: Run) -> Run | None:
+    """Constant padding by one fill and one copy: np.pad takes twenty times as long on a small array."""
+    pads = listed(node, "pads", 1)
+    if node.attributes.get("mode", "constant") != "constant" or given(node, 3) or plain(node) is None:
+        return None
+    if not pads or min(pads) < 0 or max(pads) > _SURE:
+        return None
+    attribute, rank = node.attributes.get("value", 0.0), len(pads) // 2
+    before, after = pads[:rank], pads[rank:]
+
+    def run(x: Any, *rest: Any) -> Any:
+        if x.ndim != rank:
+            return general(x, *rest)
+        fill = rest[1].reshape(()) if len(rest) > 1 and rest[1] is not None else attribute
+        shape = [low + size + high for low, size, high in zip(before, x.shape, after, strict=True)]
+        y = np.full(shape, fill, x.dtype)
+        y[tuple([slice(low, low + size) for low, size in zip(before, x.shape, strict=True)])] = x
+        return y
+
+    return run
+
+
+# -- selection
+
+
+def gather(node: Node, general: Run) -> Run | None:
+    """np.take checks the indices itself; the row's function says what is wrong with them."""
+    if plain(node) is None:
+        return None
+    axis, index = node.attributes.get("axis", 0), constant(node, 1)
+
+    def take(x: Any, indices: Any) -> Any:
+        try:
+            return x.take(indices, axis)
+        except IndexError:
+            return general(x, indices)
+
+    if index is None or index.ndim or axis < 0:
+        return take
+    key = (*[slice(None)] * axis, int(index))
+
+    def one(x: Any, indices: Any) -> Any:
+        try:
+            return x[key]
+        except IndexError:
+            return general(x, indices)
+
+    return one
+
+
+def concat(node: Node, general: Run) -> Run | None:
+    """np.concatenate, but for what a decoding loop's cache takes."""
+    axis, concatenate = node.attributes["axis"], np.concatenate
+
+    def run(*inputs: Any) -> Any:
+        return general(*inputs) if type(inputs[0]) is Cache else concatenate(inputs, axis)
+
+    return run
+
+
+# -- types and arithmetic
+
+
+def cast(node: Node, general: Run) -> Run | None:
+    """Between NumPy's own types; to its own type nothing is done."""
+    source, target = plain(node), BY_NUMBER[node.attributes["to"]].numpy
+    if source is None or f"tensor({BY_NUMBER[node.attributes['to']].name})" not in _PLAIN:
+        return None
+    return (lambda x: x) if source == target else (lambda x: x.astype(target))
+
+
+def function(ufunc: Any) -> Prepare:
+    """A function of NumPy's on inputs of one type that NumPy has."""
+
+    def prepare(node: Node, general: Run) -> Run | None:
+        kinds = {plain(node, place) for place in range(len(node.types))}
+        return ufunc if len(kinds) == 1 and None not in kinds and len(node.types) == ufunc.nin else None
+
+    return prepare
+
+
+def float_function(call: Run) -> Prepare:
+    """A function of one array of float32 or float64."""
+    return lambda node, general: call if is_float(node) else None
+
+
+def divide(node: Node, general: Run) -> Run | None:
+    """Floats by np.divide; single integers, as shapes are divided, by Python's."""
+    if is_float(node):
+        return np.divide
+    dtype = plain(node)
+    if dtype is None or dtype.kind not in "iu":
+        return None
+
+    def run(a: Any, b: Any) -> Any:
+        if a.size != 1 or b.size != 1:
+            return general(a, b)
+        x, y = a.item(), b.item()
+        if y == 0 or y == -1:
+            return general(a, b)
+        quotient = abs(x) // abs(y)
+        shape = a.shape if a.ndim >= b.ndim else b.shape
+        return np.full(shape, quotient if (x < 0) == (y < 0) else -quotient, dtype)
+
+    return run
+
+
+def power(node: Node, general: Run) -> Run | None:
+    """A constant square of floats."""
+    exponent = constant(node, 1)
+    if exponent is None or exponent.size != 1 or exponent.item() != 2 or not is_float(node):
+        return None
+    rank = exponent.ndim
+    return lambda x, y: np.square(x) if x.ndim >= rank else general(x, y)
+
+
+def relu(node: Node, general: Run) -> Run | None:
+    """The larger of x and 0."""
+    dtype = plain(node)
+    if dtype is None:
+        return None
+    zero = np.zeros((), dtype)
+    return lambda x: np.maximum(x, zero)
+
+
+# -- reductions
+
+
+def total(node: Node, general: Run) -> Run | None:
+    """The sum of floats over constant axes; NumPy would widen integers."""
+    axes, keepdims = listed(node, "axes", 1), bool(node.attributes.get("keepdims", 1))
+    add: Any = np.add.reduce
+    return (lambda x, *rest: add(x, axes, None, None, keepdims)) if axes and is_float(node) else None
+
+
+def mean(node: Node, general: Run) -> Run | None:
+    """The sum of floats over constant axes, divided by how many there are."""
+    axes, keepdims = listed(node, "axes", 1), bool(node.attributes.get("keepdims", 1))
+    if not axes or not is_float(node):
+        return None
+    add: Any = np.add.reduce
+
+    def run(x: Any, *rest: Any) -> Any:
+        if not x.size:
+            return general(x, *rest)
+        total = add(x, axes, None, None, keepdims)
+        return np.divide(total, x.dtype.type(x.size // total.size))
+
+    return run
+
+
+def extreme(ufunc: Any) -> Prepare:
+    """The largest or smallest over constant axes; a short last axis by its slices."""
+
+    def prepare(node: Node, general: Run) -> Run | None:
+        axes, keepdims = listed(node, "axes", 1), bool(node.attributes.get("keepdims", 1))
+        if not axes or plain(node) is None:
+            return None
+
+        def run(x: Any, *rest: Any) -> Any:
+            if not x.size:
+                return general(x, *rest)
+            if len(axes) == 1 and axes[0] in (-1, x.ndim - 1) and x.shape[-1] <= _FEW:
+                y = reduce(ufunc, [x[..., place] for place in range(x.shape[-1])])
+                return y[..., None] if keepdims else y
+            return ufunc.reduce(x, axes, None, None, keepdims)
+
+        return run
+
+    return prepare
