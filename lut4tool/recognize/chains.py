@@ -16,5 +16,5 @@ VENDOR_PROOFS: Mapping[str, Callable[[Walk, Place], Proof]] = {"MatMulNBits": nb
 
 def prove(walk: Walk, site: Place, weight: Value, flipped: bool) -> Proof:
     """Prove what a weight is, from the chain before it; `flipped`: the product reads it transposed. Raises Refuse."""
-    chain = affine.chain_of(walk, weight) or lookup.canonical
+    chain = affine.chain_of(walk, weight) or lookup.prove
     return chain(walk, site, weight, flipped)

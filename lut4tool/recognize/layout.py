@@ -85,6 +85,7 @@ class Cut:
 
 def take(array: np.ndarray, along: Axis, units: np.ndarray, size: int) -> np.ndarray:
     """The entries of `units` (ascending), of `size` elements each; a view where they adjoin."""
+    along = Axis(*along)
     if along.rows:  # a view, cut, and flat again
         return take(array.reshape(along.rows, -1), Axis(1, along.shared), units, size).reshape(-1)
     axis, shared = along.axis, along.shared

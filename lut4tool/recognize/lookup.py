@@ -1,171 +1,323 @@
-"""Chains that look codes up in a table of 16 entries: they become Lookup4MatMul."""
+"""Chains that look codes up in a table of 16 entries: they become Lookup4MatMul (DESIGN section 1)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from onnx import TensorProto
+from onnx import NodeProto, TensorProto
 
 from lut4tool.formats import DTYPE_NAME, LOOKUP4_MATMUL, lookup4_attributes
-from lut4tool.recognize.layout import Axis, Cut
+from lut4tool.recognize import packing
+from lut4tool.recognize.clauses import Shape, Step, rounded, shaped, steps_before, turned
+from lut4tool.recognize.layout import Laid
+from lut4tool.recognize.placing import Codes, Lookup, Scales, flat_block, place
 from lut4tool.recognize.proof import Product, Proof
-from lut4tool.recognize.walk import Place, Trail, Value, Walk, attribute, type_name
+from lut4tool.recognize.walk import Argument, Constant, Place, Trail, Value, Walk, attribute, type_name
 
-#: A longer block is run in pieces of at most so many elements, all with its scale.
-_LONG_BLOCK, _PIECE = 1 << 18, 1 << 12
+_UNSIGNED = frozenset({TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64})
+#: Types that hold every byte.
+_BYTES = _UNSIGNED | {TensorProto.INT16, TensorProto.INT32, TensorProto.INT64}
+#: What Gather takes.
+_INDEX = frozenset({TensorProto.INT32, TensorProto.INT64})
+#: Types of codes that lie one in an element.
+_CODES = _BYTES | {TensorProto.INT8, TensorProto.INT4, TensorProto.UINT4}
+#: Nodes that are passed at most to see which operand is looked up.
+_DEEP = 64
 
 
-def canonical(walk: Walk, site: Place, weight: Value, flipped: bool) -> Proof:
-    """High nibble first, blocks over the flattened weight, one scale a block (DESIGN section 1).
+@dataclass(eq=False)
+class _Leaves:
+    """The constants that a chain reads as data."""
 
-    Cast INT64; Div 16 and Mod 16; Unsqueeze; Concat; Reshape [-1, block]; Gather(codebook); Mul(Unsqueeze(scales));
-    Reshape [-1]; Slice [0 : rows * cols]; Reshape [rows, cols]; a rounding or none; a Transpose or none. Raises Refuse.
+    trail: Trail
+    held: dict[str, tuple[Constant, Value, Place]] = field(default_factory=dict)
+    reads: int = 0
+
+    def read(self, value: Value, at: Place, what: str, types: frozenset[int], kinds: str) -> Constant:
+        """A constant of one of these types, and of one shape without zeros."""
+        if self.trail.op_type(value) not in ("initializer", "input", "Constant"):
+            self.trail.refuse(value, at, f"a constant of {what}")
+        found = self.trail.walk.constant(value, at)
+        at.require(found.types <= types, f"{what} {found} is not {kinds}")
+        at.require(len(found.types) == 1, f"{what} {found} is not of one type")
+        at.require(len(found.shapes) == 1, f"{what} {found} is not of one shape")
+        at.require(0 not in found.shape, f"{what} {found} is empty")
+        self.held[found.name] = found, value, at
+        self.reads += 1
+        return found
+
+    def floats(self, value: Value, at: Place, what: str) -> Constant:
+        """A constant of a float type that a weight can have."""
+        return self.read(value, at, what, frozenset(DTYPE_NAME), "FLOAT, FLOAT16 or BFLOAT16")
+
+    def require_fixed(self, held: str | Laid) -> None:
+        """Refuse to lay out what a function's callers give, since each may give something else."""
+        for name in () if isinstance(held, str) else held.sources:
+            found, value, at = self.held[name]
+            formal = isinstance(self.trail.walk.source(value, at).definition, Argument)
+            at.require(
+                not formal, f"{found} is an input of a function and not as {LOOKUP4_MATMUL} wants it; a Constant is"
+            )
+
+
+def prove(walk: Walk, site: Place, weight: Value, flipped: bool) -> Proof:
+    """Codes, two a byte or one an element, looked up among 16 entries, and scaled in blocks or not. Raises Refuse.
+
+    After the lookup: [Cast] [Reshape]; Mul by scales, one a block of the flat weight or a row, or along the columns;
+    then any Reshape, Slice of flat elements, Cast that rounds at most once, and Transpose of [rows, cols].
     """
     trail = Trail(walk)
-    perm, value, at = _transposed(trail, weight, site)
-    weight_dtype, dtype, value, at = _rounded(trail, value, at)
-    rows, cols, value, at = _cut_to_matrix(trail, value, at)
+    leaves = _Leaves(trail)
+    after, value, at = steps_before(trail, weight, site, "Cast", "Transpose", "Reshape", "Slice")
+    after, perm = turned(after)
+    found = _scaled(trail, leaves, value, at)
+    weight_dtype, dtype = rounded(found.dtype, after)
+    targets: dict[str, Shape] = {}
+    matrix = shaped(found.shape, after, targets)
+    found.at.require(len(matrix) == 2, f"the weight is of shape {list(matrix)}, not [rows, cols]")
 
-    product = trail.node(value, "Mul", at)
-    entries, column = trail.input(product, 0), trail.input(product, 1)
-    if trail.op_type(entries) == "Unsqueeze":
-        entries, column = column, entries
-    lookup = trail.node(entries, "Gather", product)
-    block, blocked, source, cast = _paired_nibbles(trail, trail.input(lookup, 1), lookup)
-    scaled = trail.node(column, "Unsqueeze", product)
-    axes = trail.literal(scaled, 1)
-    scaled.require(axes.is_one(1, -1), f"Unsqueeze of scales on axes {axes.one}, not 1")
-
-    blocks = -(-rows * cols // block)
-    packed = walk.constant(source, cast)
-    cast.require(packed.types == {TensorProto.UINT8}, f"packed {packed} is not UINT8")
-    cast.require(packed.shapes == {(blocks * block // 2,)}, f"packed {packed} is not [{blocks * block // 2}]")
-    scales = walk.constant(trail.input(scaled, 0), scaled)
-    scaled.require(scales.types == {TensorProto.FLOAT}, f"scales {scales} is not FLOAT")
-    scaled.require(scales.shapes == {(blocks,)}, f"scales {scales} is not [{blocks}], one a block")
-    table = trail.input(lookup, 0)
-    lookup.require(trail.op_type(table) != "input", f"codebook '{table.name}' is an input, not a Constant")
-    codebook = walk.constant(table, lookup)
-    lookup.require(codebook.types == {TensorProto.FLOAT}, f"codebook {codebook} is not FLOAT")
-    lookup.require(codebook.shapes == {(16,)}, f"codebook {codebook} is not [16]")
-
-    sources = {held.name: held.tensors[0] for held in (packed, scales, codebook)}
+    placed = place(found, matrix, weight.name, targets)
+    for held in placed.roles.values():
+        leaves.require_fixed(held)
+    rows, cols = matrix[::-1] if placed.transposed else matrix
+    perm = perm[::-1] if flipped != placed.transposed else perm
     return Proof(
         site=site.site,
         op=LOOKUP4_MATMUL,
-        chain_name="canonical",
+        chain_name=placed.name,
         rows=rows,
         cols=cols,
-        block_size=block,
+        block_size=placed.block,
         weight_dtype=weight_dtype,
         dtype=dtype,
         product=Product(site.node.input[0]),
-        attributes=lookup4_attributes(rows, cols, block, perm[::-1] if flipped else perm, True, weight_dtype, dtype),
-        roles={"packed": packed.name, "scales": scales.name, "codebook": codebook.name},
-        sources=sources,
+        attributes=lookup4_attributes(rows, cols, placed.block, perm, placed.high_first, weight_dtype, dtype),
+        roles=placed.roles,
+        sources={name: constant.tensors[0] for name, (constant, _, _) in leaves.held.items()},
         literals=trail.literals,
         weight=weight.name,
         chain=trail.nodes(),
-        cut=_in_blocks(rows * cols, block, packed.name, scales.name, blocked, product) if len(sources) == 3 else None,
+        cut=placed.cut if leaves.reads == len(leaves.held) else None,  # a constant in two parts is never cut
         opset=site.scope.opset,
         flipped=flipped,
     )
 
 
-def _in_blocks(elements: int, block: int, packed: str, scales: str, blocked: Place, product: Place) -> Cut:
-    """A unit is a block, which the product by the scales ends, or where blocks are long a piece of one."""
-    size, shapes = block, {}
-    if block > _LONG_BLOCK:
-        size = math.gcd(block, _PIECE)
-        shapes = {blocked.node.output[0]: (-1, size)}
-    axes = {packed: Axis(0, 2), scales: Axis(0, block)}
-    return Cut(-(-elements // size), size, product.node.output[0], "float32", axes, shapes)
+def _scaled(trail: Trail, leaves: _Leaves, value: Value, at: Place) -> Lookup:
+    """Entries times scales, in either order, or entries alone."""
+    if trail.op_type(value) == "Gather":
+        return _looked_up(trail, leaves, value, at)
+    if trail.op_type(value) != "Mul":
+        trail.refuse(value, at, "Mul by scales or Gather of a codebook")
+    product = trail.node(value, "Mul", at)
+    entries, factor = _sorted(trail, product, "Gather")
+    found = _looked_up(trail, leaves, entries, product)
+    scales = _scales(trail, leaves, factor, product)
+    same = scales.dtype == found.dtype
+    product.require(same, f"Mul of {found.dtype} entries by {scales.dtype} scales, not of one type")
+    return replace(found, scales=scales, at=product)
 
 
-def _transposed(trail: Trail, value: Value, at: Place) -> tuple[tuple[int, int], Value, Place]:
-    """Nothing, or a Transpose of the two axes: (perm, the value before, the node reached)."""
-    if trail.op_type(value) != "Transpose":
-        return (0, 1), value, at
-    transpose = trail.node(value, "Transpose", at, "perm")
-    perm = attribute(transpose, "perm", [1, 0])
-    transpose.require(perm == [1, 0], f"Transpose with perm {perm}, not [1, 0]")
-    return (1, 0), trail.input(transpose, 0), transpose
+def _sorted(trail: Trail, node: Place, end: str) -> tuple[Value, Value]:
+    """The operand that comes from an operator, through nodes that move or cast it, and the other one."""
+    if not (_comes_from(trail, node, 0, end) or _comes_from(trail, node, 1, end)):
+        kinds = " and ".join(trail.op_type(trail.input(node, index)) for index in (0, 1))
+        node.refuse(f"{node.node.op_type} of {kinds}, not of a {end} and another")
+    index = 0 if _comes_from(trail, node, 0, end) else 1
+    return trail.input(node, index), trail.input(node, 1 - index)
 
 
-def _rounded(trail: Trail, value: Value, at: Place) -> tuple[str, str, Value, Place]:
-    """Nothing, a Cast to a half type, or one and a Cast to FLOAT: (weight_dtype, dtype, value before, node reached)."""
-    if trail.op_type(value) != "Cast":
-        return "float32", "float32", value, at
-    cast = trail.node(value, "Cast", at, "to")
-    to = attribute(cast, "to")
-    cast.require(to in DTYPE_NAME, f"Cast of the weight to {type_name(to)}, not FLOAT16, BFLOAT16 or FLOAT over one")
-    dtype, value = DTYPE_NAME[to], trail.input(cast, 0)
-    if dtype != "float32":
-        return dtype, dtype, value, cast
-    cast.require(trail.op_type(value) == "Cast", "Cast of the weight to FLOAT over no Cast to FLOAT16 or BFLOAT16")
-    half = trail.node(value, "Cast", cast, "to")
-    to = attribute(half, "to")
-    is_half = to in (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-    half.require(is_half, f"Cast of the weight to {type_name(to)}, not FLOAT16 or BFLOAT16, under a Cast to FLOAT")
-    return DTYPE_NAME[to], "float32", trail.input(half, 0), half
+def _comes_from(trail: Trail, node: Place, index: int, end: str) -> bool:
+    """Whether an operand comes from an operator through nodes that move or cast it."""
+    value = trail.walk.lookup(node.scope, node.node.input[index])
+    for _ in range(_DEEP):
+        made = value.definition if value is not None else None
+        if value is None or not isinstance(made, NodeProto) or made.op_type == end:
+            return isinstance(made, NodeProto)
+        if made.op_type not in ("Cast", "Reshape", "Slice", "Identity"):
+            return False
+        value = trail.walk.lookup(value.scope, made.input[0])
+    return False
 
 
-def _cut_to_matrix(trail: Trail, value: Value, at: Place) -> tuple[int, int, Value, Place]:
-    """Reshape [-1], Slice [0 : rows * cols], Reshape [rows, cols]: (rows, cols, the value before, the node reached)."""
-    # allowzero, which PyTorch's exporter writes, speaks of zeros: no shape that passes here has one.
-    matrix = trail.node(value, "Reshape", at, "allowzero")
-    shape = trail.literal(matrix, 1)
-    matrix.require(shape.dims == (2,), f"Reshape to {shape}, not to [rows, cols]")
-    matrix.require(min(shape.values) > 0, f"Reshape to {shape}, not to rows and cols that are both positive")
-    rows, cols = shape.values
-
-    cut = trail.node(trail.input(matrix, 0), "Slice", matrix)
-    start, end = trail.literal(cut, 1), trail.literal(cut, 2)
-    axes, steps = trail.literal(cut, 3, absent=(0,)), trail.literal(cut, 4, absent=(1,))
-    cut.require(start.is_list(0), f"Slice from {start}, not from [0]")
-    cut.require(end.is_list(rows * cols), f"Slice to {end}, not to [{rows * cols}], rows * cols")
-    cut.require(axes.is_list(0), f"Slice on axes {axes}, not [0]")
-    cut.require(steps.is_list(1), f"Slice with steps {steps}, not [1]")
-
-    flat = trail.node(trail.input(cut, 0), "Reshape", cut, "allowzero")
-    target = trail.literal(flat, 1)
-    flat.require(target.is_list(-1), f"Reshape to {target}, not to [-1]")
-    return rows, cols, trail.input(flat, 0), flat
+def _looked_up(trail: Trail, leaves: _Leaves, value: Value, at: Place) -> Lookup:
+    """Gather of 16 entries by codes; Casts and Reshapes of the entries."""
+    moved, value, at = steps_before(trail, value, at, "Cast", "Reshape", "Slice")
+    lookup = trail.node(value, "Gather", at)
+    early, table, reader = steps_before(trail, trail.input(lookup, 0), lookup, "Cast")
+    lookup.require(trail.op_type(table) != "input", f"codebook '{table.name}' is an input, not a Constant")
+    codebook = leaves.floats(table, reader, "codebook")
+    reader.require(codebook.shape == (16,), f"codebook {codebook} is not [16]")
+    dtype, types = _cast(codebook, [*early, *moved])
+    held: str | Laid = codebook.name
+    if types:
+        held = Laid(packing.cast_in_turn, (codebook.name,), types, types[-1], (16,))
+    codes = _codes(trail, leaves, trail.input(lookup, 1), lookup)
+    targets = dict(codes.targets)
+    shape = shaped(codes.shape, moved, targets)
+    sliced = codes.sliced or any(step.op == "Slice" for step in moved)
+    return Lookup(codes, held, None, dtype, shape, moved[-1].place if moved else lookup, targets, sliced)
 
 
-def _paired_nibbles(trail: Trail, value: Value, at: Place) -> tuple[int, Place, Value, Place]:
-    """Both nibbles of each byte, the high one first, in blocks: (block, its Reshape, the bytes, their Cast)."""
-    blocked = trail.node(value, "Reshape", at, "allowzero")
-    target = trail.literal(blocked, 1)
-    blocked.require(target.dims == (2,), f"Reshape to {target}, not to [-1, block]")
-    blocked.require(target.values[0] == -1, f"Reshape to {target}, not to [-1, block]")
-    block = target.values[1]
-    blocked.require(block > 0 and block % 2 == 0, f"Reshape to {target}, whose block is not positive and even")
+def _cast(leaf: Constant, steps: Sequence[Step]) -> tuple[str, tuple[int, ...]]:
+    """The type of a float constant after Casts, and the types to cast it to in turn: none where they only widen."""
+    (kind,) = leaf.types
+    types, narrows = [], False
+    for step in steps:
+        if step.op == "Cast":
+            to = step.said
+            step.place.require(to in DTYPE_NAME, f"Cast of floats to {type_name(to)}, not FLOAT, FLOAT16 or BFLOAT16")
+            narrows |= to not in (kind, TensorProto.FLOAT)
+            kind = to
+            types.append(to)
+    return DTYPE_NAME[kind], tuple(types) if narrows else ()
 
-    pairs = trail.node(trail.input(blocked, 0), "Concat", blocked, "axis")
+
+def _codes(trail: Trail, leaves: _Leaves, value: Value, at: Place) -> Codes:
+    """The indices of a lookup: both nibbles of bytes, or a code in each element."""
+    steps, value, first = steps_before(trail, value, at, "Cast", "Reshape", "Slice")
+    if trail.op_type(value) == "Concat":
+        packed, high_first, kind = _pairs(trail, leaves, value, first)
+        leaf, per, shape, allowed = packed, 2, (*packed.shape, 2), _BYTES
+    else:
+        leaf = leaves.read(value, first, "codes", _CODES, "of integers")
+        (kind,), per, high_first, shape, allowed = leaf.types, 1, True, leaf.shape, _INDEX
+    for step in steps:
+        if step.op == "Cast":
+            kind = step.said
+            step.place.require(kind in allowed, f"Cast of codes to {type_name(kind)}, not {_names(allowed)}")
+    at.require(kind in _INDEX, f"Gather by {type_name(kind)} codes, not {_names(_INDEX)}")
+    targets: dict[str, Shape] = {}
+    shape = shaped(shape, steps, targets)
+    return Codes(leaf, per, high_first, shape, targets, any(step.op == "Slice" for step in steps))
+
+
+def _pairs(trail: Trail, leaves: _Leaves, value: Value, at: Place) -> tuple[Constant, bool, int]:
+    """Both nibbles of each byte, side by side: (the bytes, whether the high one is first, their type)."""
+    pairs = trail.node(value, "Concat", at, "axis")
     pairs.require(len(pairs.node.input) == 2, f"Concat of {len(pairs.node.input)} values, not of the two nibbles")
-    axis = attribute(pairs, "axis")
-    pairs.require(axis in (1, -1), f"Concat with axis {axis}, not 1")
+    first, second = (_nibble(trail, trail.input(pairs, index), pairs) for index in (0, 1))
+    twice = "high" if first.high else "low"
+    pairs.require(first.high != second.high, f"Concat of the {twice} nibble twice, not of the high and the low one")
+    pairs.require(first.source == second.source, "Concat of nibbles of two values, not of one packed value")
+    pairs.require(first.kind == second.kind, "Concat of nibbles of two types, not of one")
+    packed = leaves.read(first.source, first.reader, "packed", frozenset({TensorProto.UINT8}), "UINT8")
+    rank, axis = len(packed.shape), attribute(pairs, "axis")
+    pairs.require(axis in (rank, -1), f"Concat with axis {axis}, not {rank}")
+    for nibble in (first, second):
+        axes = nibble.unsqueeze.said
+        nibble.unsqueeze.place.require(axes.is_one(rank, -1), f"Unsqueeze on axes {axes.one}, not {rank}")
+    return packed, first.high, first.kind
 
-    first = trail.node(trail.input(pairs, 0), "Unsqueeze", pairs)
-    second = trail.node(trail.input(pairs, 1), "Unsqueeze", pairs)
-    high, low = trail.input(first, 0), trail.input(second, 0)
-    swapped = (trail.op_type(high), trail.op_type(low)) == ("Mod", "Div")
-    pairs.require(not swapped, "Concat of the low nibble first, not of the high nibble first")
-    for unsqueeze in (first, second):
-        axes = trail.literal(unsqueeze, 1)
-        unsqueeze.require(axes.is_one(1, -1), f"Unsqueeze on axes {axes.one}, not 1")
 
-    div, mod = trail.node(high, "Div", first), trail.node(low, "Mod", second)
-    divisor, modulus = trail.literal(div, 1), trail.literal(mod, 1)
-    div.require(divisor.is_one(16), f"Div by {divisor.one}, not 16")
-    mod.require(modulus.is_one(16), f"Mod by {modulus.one}, not 16")
+class _Nibble(NamedTuple):
+    """One nibble of each byte of a source, of this type, with an axis put in."""
 
-    high_cast = trail.node(trail.input(div, 0), "Cast", div, "to")
-    low_cast = trail.node(trail.input(mod, 0), "Cast", mod, "to")
-    for cast in (high_cast, low_cast):
-        to = attribute(cast, "to")
-        cast.require(to == TensorProto.INT64, f"Cast of the bytes to {type_name(to)}, not INT64")
-    source = trail.input(high_cast, 0)
-    pairs.require(trail.input(low_cast, 0) == source, "Concat of nibbles of two values, not of one packed value")
-    return block, blocked, source, high_cast
+    high: bool
+    source: Value
+    reader: Place
+    unsqueeze: Step
+    kind: int
+
+
+#: The operators that take a byte apart, and by what.
+_BY = {"Div": 16, "BitShift": 4, "Mod": 16, "BitwiseAnd": 15}
+_HIGH = ("Div", "BitShift")
+
+
+def _nibble(trail: Trail, value: Value, at: Place) -> _Nibble:
+    """Div by 16 or BitShift right by 4, masked or not; or Mod 16 or BitwiseAnd 15; in types that hold bytes."""
+    after, value, at = steps_before(trail, value, at, "Cast", "Unsqueeze")
+    taken: list[Step] = []
+    while trail.op_type(value) in _BY and not (taken and taken[-1].op in _HIGH):
+        op = trail.op_type(value)
+        at = trail.node(value, op, at, "direction")
+        taken.append(Step(op, at, None))
+        casts, value, at = steps_before(trail, trail.input(at, 0), at, "Cast")
+        taken += casts[::-1]
+    if not taken:
+        trail.refuse(value, at, "Div, BitShift, Mod or BitwiseAnd, which take a byte apart")
+    unsqueezes = [step for step in after if step.op == "Unsqueeze"]
+    at.require(len(unsqueezes) == 1, f"{len(unsqueezes)} Unsqueeze nodes over a nibble, not one")
+    if trail.op_type(value) not in ("initializer", "input", "Constant"):
+        trail.refuse(value, at, "Cast of a constant of packed")
+    kind = TensorProto.UINT8
+    for step in (*taken[::-1], *after):
+        if step.op == "Cast":
+            kind = step.said
+            step.place.require(kind in _BYTES, f"Cast of the bytes to {type_name(kind)}, not {_names(_BYTES)}")
+        elif step.op in _BY:
+            _taken(trail, step, kind)
+    return _Nibble(any(step.op in _HIGH for step in taken), value, at, unsqueezes[0], kind)
+
+
+def _taken(trail: Trail, step: Step, kind: int) -> None:
+    """Refuse another literal than the one that takes a byte apart."""
+    if step.op == "BitShift":
+        direction = attribute(step.place, "direction", b"none").decode(errors="replace")
+        step.place.require(direction == "RIGHT", f"BitShift with direction {direction}, not RIGHT")
+        step.place.require(kind in _UNSIGNED, f"BitShift of {type_name(kind)}, not {_names(_UNSIGNED)}")
+    by = trail.literal(step.place, 1, kind=kind)
+    step.place.require(by.is_one(_BY[step.op]), f"{step.op} by {by.one}, not {_BY[step.op]}")
+
+
+def _scales(trail: Trail, leaves: _Leaves, operand: Value, at: Place) -> Scales:
+    """A constant, or a doubly quantized one, given axes of 1, cast and cut."""
+    steps, value, at = steps_before(trail, operand, at, "Cast", "Reshape", "Slice", "Unsqueeze")
+    if trail.op_type(value) in ("Add", "Mul"):
+        return _nested(trail, leaves, value, at, steps, operand)
+    leaf = leaves.floats(value, at, "scales")
+    dtype, types = _cast(leaf, steps)
+    plain = len(leaf.shape) == 1 and all(_keeps_first(step) for step in steps)
+    return Scales(operand.name, shaped(leaf.shape, steps), dtype, leaf, types, not plain)
+
+
+def _keeps_first(step: Step) -> bool:
+    """Whether a step of flat scales makes them a column whatever their number, or casts them."""
+    if step.op == "Cast":
+        return True
+    return step.said.is_one(1, -1) if step.op == "Unsqueeze" else step.said.values == (-1, 1)
+
+
+def _nested(trail: Trail, leaves: _Leaves, value: Value, at: Place, steps: Sequence[Step], operand: Value) -> Scales:
+    """Scales that are themselves codes of a table of 256 times scales of groups, and an offset or none; all FLOAT."""
+    floats = frozenset({TensorProto.FLOAT})
+    inner: list[Step] = []
+    offset: Constant | None = None
+    if trail.op_type(value) == "Add":
+        add = trail.node(value, "Add", at)
+        value, other = _sorted(trail, add, "Mul")
+        offset = leaves.read(other, add, "offset", floats, "FLOAT")
+        add.require(offset.shape in ((), (1,)), f"offset {offset} is not one number")
+        inner, value, at = steps_before(trail, value, add, "Reshape", "Slice")
+    product = trail.node(value, "Mul", at)
+    entries, factor = _sorted(trail, product, "Gather")
+    moved, entries, at = steps_before(trail, entries, product, "Reshape")
+    lookup = trail.node(entries, "Gather", at)
+    table = leaves.read(trail.input(lookup, 0), lookup, "table of scales", floats, "FLOAT")
+    lookup.require(table.shape == (256,), f"table of scales {table} is not [256]")
+    index, leaf, at = steps_before(trail, trail.input(lookup, 1), lookup, "Cast", "Reshape")
+    codes = leaves.read(leaf, at, "codes of scales", frozenset({TensorProto.UINT8}), "UINT8")
+    kinds = [step.said for step in index if step.op == "Cast"]
+    lookup.require(len(kinds) == 1 and kinds[0] in _INDEX, f"Gather by codes of scales not cast to {_names(_INDEX)}")
+    given, leaf, at = steps_before(trail, factor, product, "Reshape", "Unsqueeze")
+    scales = leaves.read(leaf, at, "scales of scales", floats, "FLOAT")
+    shape = shaped(codes.shape, [*index, *moved])
+    group = flat_block(product, shape, shaped(scales.shape, given))
+    for step in steps:
+        step.place.require(step.op != "Cast", "Cast of double-quantized scales, which stay FLOAT")
+    shape = shaped(shape, [*inner, *steps])
+    count = math.prod(shape)
+    names = (codes.name, table.name, scales.name)
+    make = packing.double_quantized if offset else packing.doubly_scaled
+    sources = (*names, offset.name) if offset else names
+    nested = Laid(make, sources, (group, count), TensorProto.FLOAT, (count,))
+    return Scales(operand.name, shape, "float32", None, (), True, nested)
+
+
+def _names(types: frozenset[int]) -> str:
+    """Types as a list for a sentence."""
+    return ", ".join(type_name(kind) for kind in sorted(types, key=lambda kind: kind not in _INDEX))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import onnx
 from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, SparseTensorProto, TensorProto
 
+from lut4tool.formats import DTYPE_NAME
 from lut4tool.recognize.proof import Site, Step
 
 #: A literal has at most so many elements: the codebook is the largest.
@@ -156,6 +157,12 @@ class Constant(NamedTuple):
     def shapes(self) -> set[tuple[int, ...]]:
         """The shapes that it can have."""
         return {tuple(tensor.dims) for tensor in self.tensors}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape, where there is one."""
+        (shape,) = self.shapes
+        return shape
 
     def __str__(self) -> str:
         kinds = {f"{type_name(tensor.data_type)} {list(tensor.dims)}" for tensor in self.tensors}
@@ -458,14 +465,19 @@ class Trail:
         free: attributes whose value the chain reads itself.
         """
         found = value.definition
-        if not isinstance(found, NodeProto):
-            at.refuse(f"{self.op_type(value)} '{value.name}', not the output of {op}")
+        if not isinstance(found, NodeProto) or not self.walk.is_standard(found, op):
+            self.refuse(value, at, op)
         place = Place(value.scope, found)
-        if not self.walk.is_standard(found, op):
-            place.refuse(f"{_described(found)}, not {op}")
         check(place, free)
         self.passed.append(place)
         return place
+
+    def refuse(self, value: Value, at: Place, expected: str) -> NoReturn:
+        """Stop at what makes a value where something else is expected: at the node, or where an initializer is read."""
+        found = value.definition
+        if isinstance(found, NodeProto):
+            Place(value.scope, found).refuse(f"{_described(found)}, not {expected}")
+        at.refuse(f"{self.op_type(value)} '{value.name}', not the output of {expected}")
 
     def literal(
         self, place: Place, index: int, absent: tuple[int, ...] | None = None, kind: int = TensorProto.INT64
@@ -547,15 +559,31 @@ def attribute(place: Place, name: str, absent: Any = None) -> Any:
 
 
 def worth_a_walk(model: onnx.ModelProto, vendor: bool) -> bool:
-    """Whether the model has an operator that takes a nibble or an integer weight apart; others are not walked."""
+    """Whether the model has an operator that takes a nibble or an integer weight apart; others are not walked.
+
+    Codes that lie one an element need none: there a Gather is one, where a table of 16 floats is in the model.
+    """
     signs = {"Mod", "BitwiseAnd", "DequantizeLinear", *(op for _, op in VENDOR_PRODUCTS if vendor)}
-    waiting: list[Any] = [model.graph.node, *(function.node for function in model.functions)]
+    waiting: list[Any] = [model.graph, *model.functions]
+    gathers = tables = False
     while waiting:
-        for node in waiting.pop():
+        body = waiting.pop()
+        if isinstance(body, GraphProto):
+            tables = tables or any(map(_is_table, body.initializer))
+        for node in body.node:
             if node.op_type in signs:
                 return True
-            waiting += [a.g.node for a in node.attribute if a.type == AttributeProto.GRAPH]
-    return False
+            gathers |= node.op_type == "Gather"
+            for written in node.attribute:
+                if written.type == AttributeProto.GRAPH:
+                    waiting.append(written.g)
+                elif node.op_type == "Constant":
+                    tables |= _is_table(written.t) or len(written.floats) == LITERAL_ELEMENTS
+    return gathers and tables
+
+
+def _is_table(tensor: TensorProto) -> bool:
+    return tensor.data_type in DTYPE_NAME and list(tensor.dims) == [LITERAL_ELEMENTS]
 
 
 def type_name(number: int) -> str:
