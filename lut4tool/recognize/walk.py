@@ -375,6 +375,9 @@ class Walk:
         data = before[:1] if node.op_type in _PLACING else before
         integers = any(origin.integers for origin in data)
         decodes = node.op_type == "Gather" or (node.op_type in ("Mul", "DequantizeLinear") and integers)
+        if node.op_type == "DequantizeLinear":  # a formal input's type is not written, and floats are rare here
+            first = self.lookup(value.scope, node.input[0])
+            decodes |= first is not None and isinstance(first.definition, Argument)
         callee = self.functions.get((_domain(node.domain), node.op_type, node.overload))
         if callee is not None:
             decodes = any(
