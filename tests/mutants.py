@@ -319,6 +319,8 @@ CHAIN = [
     Mutant("matrix of rank 3", "of shape [2, 3, 10], not [rows, cols]", (literal("ToMatrix", 1, [2, 3, 10]),)),
     Mutant("matrix shape of rank 2", "of shape [1, 2], not to a list of", (literal("ToMatrix", 1, [[6, 10]]),)),
     Mutant("cols 0", "Reshape to [6, 0] of 60 elements", (literal("ToMatrix", 1, [6, 0]),)),
+    Mutant("cols 0, adjoint", "Reshape to [6, 0] of 60 elements", (literal("ToMatrix", 1, [6, 0]),),
+           {"rounding": "float16", "adjoint": True}),
     Mutant("both negative", "Reshape to [-6, -10] of 60 elements", (literal("ToMatrix", 1, [-6, -10]),)),
     Mutant("both open", "Reshape to [-1, -1] of 60 elements", (literal("ToMatrix", 1, [-1, -1]),)),
     Mutant("open beside another", "Reshape to [-1, 7] of 60 elements", (literal("ToMatrix", 1, [-1, 7]),)),

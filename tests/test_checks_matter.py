@@ -13,28 +13,35 @@ from pathlib import Path
 import onnx
 import pytest
 from mutants import MUTANTS
+from mutants_of_forms import MUTANTS_OF_FORMS
 
 import lut4tool.recognize
 from lut4tool.recognize import recognize
 
 FOLDER = Path(lut4tool.recognize.__file__).parent
-MODULES = {name: f"lut4tool.recognize.{name}" for name in ("walk", "lookup", "chains", "products")}  # callees first
+#: Callees first.
+MODULES = {
+    name: f"lut4tool.recognize.{name}" for name in ("walk", "clauses", "placing", "lookup", "chains", "products")
+}
 MODULES["__init__"] = "lut4tool.recognize"
 
 #: Checks, by how they begin, whose removal the table cannot show, and why.
 KEPT = {
-    "site.require(node.op_type in chains.VENDOR_PROOFS": "the table asks for no vendor's products; test_refusals.py does",
+    "site.require(node.op_type in chains.VENDOR_PROOFS": "the table asks for no vendor; test_refusals.py does",
     "if value in met: at.refuse(...)": "without it a cycle of Identity nodes is walked forever",
-    "trail.node(value, 'Transpose', at, 'perm')": "the line before asked for the operator's name",
-    "trail.node(value, 'Cast', at, 'to')": "the line before asked for the operator's name",
-    "trail.node(value, 'Cast', cast, 'to')": "the line before asked for the operator's name",
+    "trail.node(value, 'Gather', at)": "a line before asked for the operator's name",
+    "trail.node(value, 'Mul', at)": "a line before asked for the operator's name",
+    "trail.node(value, 'Add', at)": "the line before asked for the operator's name",
+    "trail.node(value, 'Concat', at, 'axis')": "the caller asked for the operator's name",
+    "trail.node(value, op, at": "the line before asked for the operator's name",
+    "not isinstance(found, NodeProto) of": "the chains ask for the operator's name first",
 }
 
 
 @functools.cache
 def table() -> list[tuple[onnx.ModelProto, str]]:
     """The mutants' models and sentences."""
-    return [(mutant.model(), mutant.sentence) for mutant in MUTANTS]
+    return [(mutant.model(), mutant.sentence) for mutant in (*MUTANTS, *MUTANTS_OF_FORMS)]
 
 
 @functools.cache
@@ -151,7 +158,8 @@ def test_the_whole_recognizer_refuses_every_mutant() -> None:
 
 def test_the_checks_are_found() -> None:
     count = {module: sum(found == module for found, _, _ in CHECKS) for module in MODULES}
-    assert count["lookup"] >= (FOLDER / "lookup.py").read_text().count(".require(") + 14
+    for name in ("lookup", "placing", "clauses"):
+        assert count[name] >= (FOLDER / f"{name}.py").read_text().count(".require(")
     assert count["walk"] > 20
     assert count["__init__"] + count["products"] >= 4
 

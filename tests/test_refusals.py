@@ -6,13 +6,14 @@ import numpy as np
 import onnx
 import pytest
 from mutants import MUTANTS, Mutant
+from mutants_of_forms import MUTANTS_OF_FORMS
 from onnx import TensorProto, helper
 
 from build import build, build_calls, find_node, make_tensor, value_of
 from lut4tool.recognize import recognize
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", [*MUTANTS, *MUTANTS_OF_FORMS], ids=lambda mutant: mutant.name)
 def test_mutant_is_refused_with_its_sentence(mutant: Mutant) -> None:
     report = recognize(mutant.model())
     assert not report.proofs

@@ -185,14 +185,19 @@ def _codes(trail: Trail, leaves: _Leaves, value: Value, at: Place) -> Codes:
     else:
         leaf = leaves.read(value, first, "codes", _CODES, "of integers")
         (kind,), per, high_first, shape, allowed = leaf.types, 1, True, leaf.shape, _INDEX
+    _require_index(at, steps, kind, allowed)
+    targets: dict[str, Shape] = {}
+    shape = shaped(shape, steps, targets)
+    return Codes(leaf, per, high_first, shape, targets, any(step.op == "Slice" for step in steps))
+
+
+def _require_index(at: Place, steps: Sequence[Step], kind: int, allowed: frozenset[int]) -> None:
+    """Refuse codes that Gather does not take, or whose Casts may change them."""
     for step in steps:
         if step.op == "Cast":
             kind = step.said
             step.place.require(kind in allowed, f"Cast of codes to {type_name(kind)}, not {_names(allowed)}")
     at.require(kind in _INDEX, f"Gather by {type_name(kind)} codes, not {_names(_INDEX)}")
-    targets: dict[str, Shape] = {}
-    shape = shaped(shape, steps, targets)
-    return Codes(leaf, per, high_first, shape, targets, any(step.op == "Slice" for step in steps))
 
 
 def _pairs(trail: Trail, leaves: _Leaves, value: Value, at: Place) -> tuple[Constant, bool, int]:
@@ -301,8 +306,7 @@ def _nested(trail: Trail, leaves: _Leaves, value: Value, at: Place, steps: Seque
     lookup.require(table.shape == (256,), f"table of scales {table} is not [256]")
     index, leaf, at = steps_before(trail, trail.input(lookup, 1), lookup, "Cast", "Reshape")
     codes = leaves.read(leaf, at, "codes of scales", frozenset({TensorProto.UINT8}), "UINT8")
-    kinds = [step.said for step in index if step.op == "Cast"]
-    lookup.require(len(kinds) == 1 and kinds[0] in _INDEX, f"Gather by codes of scales not cast to {_names(_INDEX)}")
+    _require_index(lookup, index, TensorProto.UINT8, _INDEX)
     given, leaf, at = steps_before(trail, factor, product, "Reshape", "Unsqueeze")
     scales = leaves.read(leaf, at, "scales of scales", floats, "FLOAT")
     shape = shaped(codes.shape, [*index, *moved])
@@ -320,4 +324,4 @@ def _nested(trail: Trail, leaves: _Leaves, value: Value, at: Place, steps: Seque
 
 def _names(types: frozenset[int]) -> str:
     """Types as a list for a sentence."""
-    return ", ".join(type_name(kind) for kind in sorted(types, key=lambda kind: kind not in _INDEX))
+    return ", ".join(type_name(kind) for kind in sorted(types, key=lambda kind: (kind not in _INDEX, -kind)))
