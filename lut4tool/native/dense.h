@@ -1,4 +1,4 @@
-// Dense products and convolutions on a CPU: single-threaded BLAS calls on pieces that the pool's threads take in turn,
+// Dense products on a CPU: single-threaded BLAS calls on pieces that the pool's threads take in turn,
 // so that a thread which the system does not run delays one piece, not the product.
 #pragma once
 
@@ -29,15 +29,5 @@ struct Strided {
 // out [M, N] = a [M, K] @ b [K, N]; out's rows are contiguous.
 void multiply_dense(const Blas &blas, const Strided &a, const Strided &b, std::size_t M, std::size_t N, std::size_t K,
                     float *out, unsigned threads);
-
-// A convolution over two spatial axes: x [batch, groups * depth, size], w [groups * kernels, depth, kernel], bias
-// [groups * kernels] or null, y [batch, groups * kernels, out]; what lies outside x is 0.
-struct Convolution {
-    std::size_t batch, groups, depth, kernels;
-    std::size_t size[2], kernel[2], out[2], stride[2], dilation[2], before[2];
-};
-
-void convolve(const Blas &blas, const Convolution &shape, const float *x, const float *w, const float *bias, float *y,
-              unsigned threads);
 
 }  // namespace lut4tool

@@ -157,11 +157,13 @@ void multiply_rows(const Matrix &matrix, const Rows &x, const RowsOut &y, const 
 }  // namespace
 
 namespace lut4tool {
+void add_conv(nb::module_ &m);       // conv_module.cpp
 void add_dense(nb::module_ &m);      // dense_module.cpp
 void add_recurrent(nb::module_ &m);  // recurrent_module.cpp
 }
 
 NB_MODULE(_native, m) {
+    add_conv(m);
     add_dense(m);
     add_recurrent(m);
     m.def("decode_elements", &decode_elements, nb::arg("packed").noconvert(), nb::arg("scales").noconvert(), nb::arg("codebook").noconvert(),

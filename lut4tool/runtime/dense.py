@@ -1,4 +1,4 @@
-"""Dense products and convolutions of NumPy arrays on a CPU: the native library over the BLAS in front of MLX, or NumPy.
+"""Dense products of NumPy arrays on a CPU: the native library over the BLAS in front of MLX, or NumPy.
 
 The BLAS gets one thread: native code hands it pieces that its own threads take in turn. Two pools would fight for the
 cores, and OpenBLAS's own waits for a thread that the system does not run: ten times slower on a busy machine, measured.
@@ -70,18 +70,3 @@ def _blasable(matrix: np.ndarray) -> np.ndarray:
     if (right == 4 and down >= 4 * columns) or (down == 4 and right >= 4 * rows):
         return matrix
     return np.ascontiguousarray(matrix)
-
-
-def conv(
-    x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, geometry: tuple[int, ...], out: tuple[int, ...], group: int
-) -> np.ndarray | None:
-    """Convolve x [N, C, H, W] with w [M, C / group, *kernel], plus bias [M] -> [N, M, *out]; None where NumPy must.
-
-    geometry: strides, dilations and the zeros before, two of each.
-    """
-    if _NATIVE is None or not _serves(x, w) or not all(out):
-        return None
-    y = np.empty((x.shape[0], w.shape[0], *out), np.float32)
-    offset = None if bias is None else np.ascontiguousarray(bias, np.float32)
-    _NATIVE.conv(np.ascontiguousarray(x), np.ascontiguousarray(w), offset, geometry, group, y, _THREADS)
-    return y

@@ -34,7 +34,8 @@ class Step:
     """One node: `call` reads the frame; its results go to `outputs`; then the slots in `free` are emptied.
 
     inputs: the slots it reads, as its node lists them; host: it computes on the host on any device; shape: so it does
-    because all of them are shapes and small constants, which stay there.
+    because all of them are shapes and small constants, which stay there. fused: the steps of the nodes after it that it
+    runs too (see fusion.py); its results are those of the last.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Step:
     free: tuple[int, ...] = ()
     host: bool = False
     shape: bool = False
+    fused: tuple[Step, ...] = ()
 
 
 #: What runs a step: its call, the slot of a single result or -1, the slots of its results, those to empty, the step.
@@ -75,7 +77,12 @@ def execute(frame: Frame, lines: Sequence[Line]) -> None:
     except Exception as error:
         if step is None:
             raise
-        raise NodeError(f"node '{step.name}' ({step.operator.name}) failed: {_sentence(error)}") from error
+        raise failure(step, error) from error
+
+
+def failure(step: Step, error: Exception) -> NodeError:
+    """What is raised for a step whose operator raised an error."""
+    return NodeError(f"node '{step.name}' ({step.operator.name}) failed: {_sentence(error)}")
 
 
 class Graph:

@@ -25,15 +25,18 @@ from lut4tool.runtime.backend import mx
 from lut4tool.runtime.binding import Call, Frame, bind, bind_either, bind_host
 from lut4tool.runtime.dtypes import load, numpy_dtype, on_host, to_device, to_numpy
 from lut4tool.runtime.functions import body_of, infer_types, is_random, schema_of
+from lut4tool.runtime.fusion import fuse
 from lut4tool.runtime.graph import ABSENT, DROPPED, Graph, RunError, Step
 from lut4tool.runtime.registry import Operator, Unsupported
-from lut4tool.runtime.scope import Block, Body, Constant, Scope, Site, Value
+from lut4tool.runtime.scope import Block, Body, Constant, Planned, Scope, Site, Value
 from lut4tool.storage import StorageError, Tensors, is_external, nbytes
 
 __all__ = ["Node", "Plan", "RunError", "Unsupported", "plan"]
 
 #: A step whose constant inputs, and whose results, have at most this many elements is run once, while planning.
 FOLDED = 1 << 16
+#: Elements of the largest result of a ConstantOfShape that is made once, while planning, on a CPU.
+FILLED = 1 << 28
 #: On a CPU a chain of these operators on constants is folded where its result takes at most so many bytes for each
 #: byte of the file: an int8 weight becomes float32, as its product wants it; one of 4 bits stays as it is.
 WIDENED = 4
@@ -100,7 +103,7 @@ class Plan:
 
         where: a kernel's name; "host" for what runs on the host on any device: strings, sequences, optionals, maps,
         types that MLX lacks, images, ai.onnx.ml, shapes that depend on data; "shape" for arithmetic on shapes and small
-        constants, which stays on the host; else `place`.
+        constants, which stays on the host; "fused into" the node whose step does its work too; else `place`.
         """
         rows = []
         for step in self.steps():
@@ -110,6 +113,9 @@ class Plan:
             row["where"] = choice.name if choice is not None else where
             row["refused"] = "; ".join(f"{name}: {why}" for name, why in choice.refusals.items()) if choice else ""
             rows.append(row)
+            for part in step.fused:
+                kind = f"{part.operator.domain or 'ai.onnx'}::{part.operator.name}"
+                rows.append({"node": part.name, "op": kind, "where": f"fused into {step.name}", "refused": ""})
         return rows
 
 
@@ -167,9 +173,18 @@ class _Planner:
         if self.problems:
             raise Unsupported(_report(list(self.problems)))
         defaults = {name: to_device(value) for name, value in defaults.items()}
+        if on_host():
+            self.forget(main)
         ports = tuple(map(_apart, inputs)), tuple(map(_apart, graph.output))
         place = "numpy" if on_host() else "mlx"
         return Plan(main, *ports, defaults, self.subgraphs, self.kernels, tuple(self.dynamic), place)
+
+    def forget(self, main: Graph) -> None:
+        """On a CPU, empty the slots of constants that no step reads: what was packed would be in memory twice."""
+        read = {slot for graph in (main, *self.subgraphs.values()) for slot in graph.outputs}
+        read |= {slot for graph in (main, *self.subgraphs.values()) for step in graph.steps for slot in step.inputs}
+        for slot in set(range(len(self.frame))) - read:
+            self.frame[slot] = None
 
     def problem(self, text: str) -> None:
         self.problems[text] = None
@@ -217,6 +232,8 @@ class _Planner:
             self.define(sparse.values.name, Value(constant=Constant(self.dense(sparse))), body.scope)
         self.nodes(graph.node, body)
         outputs = [self.output(value.name, body.scope) for value in graph.output]
+        if on_host() and self.prepares:
+            fuse(body.block, self.frame, outputs)
         return body.block.finish(self.frame, slots, outputs, [_apart(value).type for value in graph.output])
 
     def subgraph(self, graph: onnx.GraphProto, path: str, outer: Body) -> Graph:
@@ -352,7 +369,8 @@ class _Planner:
         )
         hosted = types.on_host(row, len(site.outputs), [*given, *kinds], self.device)
         step = Step(site.name, row, call, slots, outputs, host=hosted, shape=host and not hosted)
-        site.body.block.add(step, site.subgraphs)
+        planned = Planned(run, site.inputs, site.attributes, bool(kinds) and kinds[0] == "tensor(float)")
+        site.body.block.add(step, site.subgraphs, planned)
 
     def prepared(self, site: Site, row: Operator) -> Callable[..., Any] | None:
         """What runs a node: the row's function, or what a planned one makes of the node; None where it is refused."""
@@ -410,7 +428,8 @@ class _Planner:
         except Exception:  # noqa: BLE001 - it fails again when it runs, where the node is named
             return False
         results = result if type(result) is tuple else (result,)
-        large = bool(given) and not widened and any(getattr(part, "size", FOLDED + 1) > FOLDED for part in results)
+        most = FILLED if on_host() and (site.domain, site.node.op_type) == ("", "ConstantOfShape") else FOLDED
+        large = bool(given) and not widened and any(getattr(part, "size", most + 1) > most for part in results)
         if large or len(results) < len(site.outputs):
             return False
         stored = sum(constant.stored for constant in constants) if given else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -95,18 +95,33 @@ class Scope:
         return None
 
 
+@dataclass(frozen=True)
+class Planned:
+    """What the planner knew of a step: what runs it, inputs, attributes, and whether its first result is float32."""
+
+    run: Callable[..., Any]
+    inputs: Sequence[Value]
+    attributes: Mapping[str, Any]
+    float32: bool
+
+
 @dataclass
 class Block:
-    """A graph under construction: its steps, all the slots each reads (by its subgraphs too), and the slots it owns."""
+    """A graph under construction: its steps, all the slots each reads (by its subgraphs too), and the slots it owns.
+
+    planned: what was known of each step, None for one that fusion has made.
+    """
 
     steps: list[Step] = field(default_factory=list)
     reads: list[set[int]] = field(default_factory=list)
+    planned: list[Planned | None] = field(default_factory=list)
     own: set[int] = field(default_factory=set)
 
-    def add(self, step: Step, subgraphs: Sequence[Graph]) -> None:
+    def add(self, step: Step, subgraphs: Sequence[Graph], planned: Planned) -> None:
         """Append a step; what its subgraphs capture, it reads."""
         self.steps.append(step)
         self.reads.append(set(step.inputs).union(*(graph.captured for graph in subgraphs)))
+        self.planned.append(planned)
 
     def finish(
         self, frame: Frame, inputs: Sequence[int], outputs: Sequence[int], types: Sequence[onnx.TypeProto]

@@ -2,23 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lut4tool.runtime import dense
+from lut4tool.runtime import convolution
 from lut4tool.runtime.backend import mx
+from lut4tool.runtime.convolution import NO_STAGES, Kernels
 from lut4tool.runtime.ops.compute import finish, working
+from lut4tool.runtime.ops.sizes import check_size
 from lut4tool.runtime.ops.window import Ints, Window, check_geometry, fold, pad, views, window
 from lut4tool.runtime.registry import op
 
+if TYPE_CHECKING:
+    from lut4tool.runtime.plan import Node
+
+#: Shapes of x whose windows are remembered.
+_REMEMBERED = 32
 # Elements of the unrolled input that are made at a time on a CPU: 8 MB of float32, or what a core's cache holds.
 _PANEL, _CACHED = 1 << 21, 1 << 17
 
 
-@op("Conv")
+class PreparedConv:
+    """A Conv whose constant weights, float32 with one or two spatial axes, are packed for the native library."""
+
+    def __init__(self, kernels: Kernels, attributes: Mapping[str, Any]) -> None:
+        self.kernels, self.attributes = kernels, attributes
+        self._grids: dict[tuple[int, ...], Window] = {}
+
+    def with_weights(self, w: np.ndarray, bias: np.ndarray | None) -> PreparedConv:
+        """The same with other weights of the same shape."""
+        return PreparedConv(Kernels(w, bias, self.kernels.group), self.attributes)
+
+    def grid(self, x: np.ndarray) -> Window:
+        """The window over x; the last few shapes are remembered."""
+        found = self._grids.get(x.shape)
+        if found is None:
+            check_shapes(x.shape, self.kernels.shape, None, self.kernels.group)
+            strides, dilations, pads = (self.attributes.get(name) for name in ("strides", "dilations", "pads"))
+            padding = self.attributes.get("auto_pad", "NOTSET")
+            found = window(x.shape[2:], self.kernels.shape[2:], strides, dilations, pads, padding)
+            if len(self._grids) >= _REMEMBERED:
+                self._grids.clear()
+            self._grids[x.shape] = found
+        return found
+
+    def run(self, x: np.ndarray, grid: Window, program: Any = NO_STAGES, operands: Sequence[np.ndarray] = ()) -> Any:
+        """Convolve x over its window, and do the stages."""
+        check_size((x.shape[0], self.kernels.count, *grid.out), 4)
+        return self.kernels(x, (*grid.strides, *grid.dilations, *grid.before), grid.out, program, operands)
+
+    def __call__(self, x: np.ndarray, *_: Any) -> Any:
+        """The node's own inputs: x, and the weights that were packed."""
+        return self.run(x, self.grid(x))
+
+
+def prepare_conv(node: Node, _: Any = None) -> PreparedConv | None:
+    """What convolves with constant weights; None where the native library does not."""
+    w, bias = (*node.constants, None)[1:3]
+    dynamic = len(node.given) > 2 and node.given[2] and bias is None
+    group = node.attributes.get("group", 1)
+    if w is None or dynamic or not convolution.packs(w, bias, group):
+        return None
+    return PreparedConv(Kernels(w, bias, group), node.attributes)
+
+
+@op("Conv", prepare=prepare_conv)
 def conv(
     x: Any, w: Any, b: Any = None, *, auto_pad: str = "NOTSET", dilations: Ints = None, group: int = 1,
     kernel_shape: Ints = None, pads: Ints = None, strides: Ints = None,
@@ -32,10 +83,15 @@ def conv(
 
 def check_channels(x: Any, w: Any, b: Any, group: int) -> None:
     """Raise ValueError where x [N, C, *size], w [M, C / group, *kernel] and b [M] do not belong together."""
-    fits = group > 0 and w.ndim == x.ndim > 2 and x.shape[1] == w.shape[1] * group and w.shape[0] % group == 0
-    if not fits or (b is not None and tuple(b.shape) != (w.shape[0],)):
-        bias = "" if b is None else f" and a bias of {list(b.shape)}"
-        raise ValueError(f"x of shape {list(x.shape)}, w of {list(w.shape)}{bias} do not fit group {group}")
+    check_shapes(x.shape, w.shape, None if b is None else b.shape, group)
+
+
+def check_shapes(x: Sequence[int], w: Sequence[int], b: Sequence[int] | None, group: int) -> None:
+    """The same for their shapes."""
+    fits = group > 0 and len(w) == len(x) > 2 and x[1] == w[1] * group and w[0] % group == 0
+    if not fits or (b is not None and tuple(b) != (w[0],)):
+        bias = "" if b is None else f" and a bias of {list(b)}"
+        raise ValueError(f"x of shape {list(x)}, w of {list(w)}{bias} do not fit group {group}")
 
 
 def convolve_host(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, grid: Window, group: int) -> np.ndarray:
@@ -43,13 +99,7 @@ def convolve_host(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, grid: W
 
     In the native library, which has float32 and one or two spatial axes, or in NumPy.
     """
-    y = None
-    if grid.rank == 2:
-        y = dense.conv(x, w, bias, (*grid.strides, *grid.dilations, *grid.before), grid.out, group)
-    if grid.rank == 1:
-        geometry = (1, *grid.strides, 1, *grid.dilations, 0, *grid.before)
-        y = dense.conv(x[:, :, None], w[:, :, None], bias, geometry, (1, *grid.out), group)
-        y = y if y is None else y[:, :, 0]
+    y = convolution.conv(x, w, bias, (*grid.strides, *grid.dilations, *grid.before), grid.out, group)
     return _biased(convolve_numpy(x, w, grid, group), bias) if y is None else y
 
 

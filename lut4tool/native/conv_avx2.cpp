@@ -1,0 +1,11 @@
+#include "conv_sets.h"
+#include "lanes_avx2.h"
+
+namespace lut4tool {
+namespace {
+#include "conv_kernels.h"
+}  // namespace
+
+const ConvKernels avx2_convs{"avx2", L, ROWS, VECTORS, VECTORS_OF_ONE, chosen_multiply};
+
+}  // namespace lut4tool

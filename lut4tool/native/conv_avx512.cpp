@@ -1,0 +1,11 @@
+#include "conv_sets.h"
+#include "lanes_avx512.h"
+
+namespace lut4tool {
+namespace {
+#include "conv_kernels.h"
+}  // namespace
+
+const ConvKernels avx512_convs{"avx512", L, ROWS, VECTORS, VECTORS_OF_ONE, chosen_multiply};
+
+}  // namespace lut4tool

@@ -1,0 +1,324 @@
+"""Chains of elementwise operators on a CPU, float32: as native stages, or one by one where those do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, prod
+from typing import Any
+
+import numpy as np
+
+from lut4tool.runtime import convolution
+from lut4tool.runtime.convolution import Stage
+from lut4tool.runtime.graph import NodeError, Step, failure
+from lut4tool.runtime.scope import Planned
+
+#: An input of a link that is the chain's value, and one that is the value that the chain had before.
+CURRENT, SAVED = object(), object()
+_MOST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, eq=False)
+class Link:
+    """A node of a chain: its stages, and what runs it alone on `sources`.
+
+    A source is CURRENT, SAVED, the number of an operand, a constant or None. saves: the value is saved before it.
+    ranks: the least and the most axes that the chain's value may have.
+    """
+
+    step: Step
+    run: Callable[..., Any]
+    sources: tuple[Any, ...]
+    stages: tuple[Stage, ...]
+    ranks: tuple[int, int]
+    saves: bool = False
+
+
+class Chain:
+    """Links in their order."""
+
+    def __init__(self, links: Sequence[Link], stages: Sequence[Stage] | None = None) -> None:
+        self.links = tuple(links)
+        self.stages = merged(links) if stages is None else tuple(stages)
+        self.program = convolution.stages(self.stages)
+        self._least = max((link.ranks[0] for link in links), default=0)
+        self._most = min((link.ranks[1] for link in links), default=64)
+        self._channels = _size(self.stages, "channel_affine")
+        self._points = _size(self.stages, "point_affine")
+
+    @property
+    def points(self) -> int:
+        """How many points a plane must have; 0 where that does not matter."""
+        return self._points
+
+    def view(self, shape: tuple[int, ...], operands: Sequence[np.ndarray]) -> tuple[int, int, int] | None:
+        """A value of this shape as [N, channels, points] for the stages; None where they do not fit."""
+        rank, planar = len(shape), False
+        if not self._least <= rank <= self._most:
+            return None
+        for operand in operands:
+            if operand.shape != shape:
+                planar = rank > 2 and operand.shape == (*shape[:2], *[1] * (rank - 2))
+                if not planar or self._points:
+                    return None
+        if self._points:
+            return (1, prod(shape[:-1]), shape[-1]) if shape[-1] == self._points and not self._channels else None
+        if not self._channels and not planar:
+            return 1, 1, prod(shape)
+        if self._channels not in (0, shape[1]):
+            return None
+        return shape[0], shape[1], prod(shape[2:])
+
+    def alone(self, value: Any, operands: Sequence[np.ndarray]) -> Any:
+        """Run the nodes one by one. Raises NodeError for the one that fails."""
+        saved = None
+        for link in self.links:
+            saved = value if link.saves else saved
+            inputs = [_source(source, value, saved, operands) for source in link.sources]
+            try:
+                result = link.run(*inputs)
+            except NodeError:
+                raise
+            except Exception as error:
+                raise failure(link.step, error) from error
+            value = result[0] if isinstance(result, tuple) else result
+        return value
+
+    def __call__(self, x: np.ndarray, *operands: np.ndarray) -> Any:
+        """The chain on a value that stays as it is."""
+        view = self.view(x.shape, operands) if x.size else None
+        if view is None:
+            return self.alone(x, operands)
+        return convolution.apply(self.program, x, operands, view)
+
+
+@dataclass(frozen=True, eq=False)
+class After:
+    """A product and the chain on its result, a new array that is written over."""
+
+    product: Callable[..., Any]
+    inputs: int
+    chain: Chain
+
+    def __call__(self, *values: Any) -> Any:
+        """The product's inputs come first, then the operands."""
+        y, operands = self.product(*values[: self.inputs]), values[self.inputs :]
+        view = self.chain.view(y.shape, operands) if y.size else None
+        if view is None or y.dtype != np.float32:
+            return self.chain.alone(y, operands)
+        if not (y.flags.c_contiguous and y.flags.writeable):
+            return convolution.apply(self.chain.program, y, operands, view)
+        convolution.apply_inplace(self.chain.program, y, operands, view)
+        return y
+
+
+def _source(source: Any, value: Any, saved: Any, operands: Sequence[np.ndarray]) -> Any:
+    if source is CURRENT:
+        return value
+    if source is SAVED:
+        return saved
+    return operands[source] if isinstance(source, int) else source
+
+
+def _size(stages: Sequence[Stage], name: str) -> int:
+    return next((stage.scale.size for stage in stages if stage.name == name and stage.scale is not None), 0)
+
+
+# -- stages
+
+
+def merged(links: Sequence[Link]) -> tuple[Stage, ...]:
+    """The stages of links, each run of factors and summands as one, multiplied out in float64."""
+    result: list[Stage] = []
+    for link in links:
+        for stage in ((Stage("save"),) if link.saves else ()) + link.stages:
+            one = _joined(result[-1], stage) if result else None
+            if one is None:
+                result.append(stage)
+            else:
+                result[-1] = one
+    return tuple(result)
+
+
+def _joined(first: Stage, second: Stage) -> Stage | None:
+    """Two affine stages as one; None where they are not, or where float32 could not hold it."""
+    names = {first.name, second.name}
+    if not names <= {"affine", "channel_affine", "point_affine"} or len(names - {"affine"}) > 1:
+        return None
+    (a, b), (c, d) = _factors(first), _factors(second)
+    return affine(a * c, b * c + d, (names - {"affine"} or {"affine"}).pop())
+
+
+def _factors(stage: Stage) -> tuple[Any, Any]:
+    if stage.scale is None or stage.shift is None:
+        return np.float64(stage.a), np.float64(stage.b)
+    return stage.scale.astype(np.float64), stage.shift.astype(np.float64)
+
+
+def affine(scale: Any, shift: Any, name: str = "affine") -> Stage | None:
+    """V * scale + shift for numbers, or for vectors of a value a channel or a point; None where float32 overflows."""
+    if not (np.abs(scale) <= _MOST).all() or not (np.abs(shift) <= _MOST).all():
+        return None
+    if name == "affine":
+        return Stage(name, float(scale), float(shift))
+    scale, shift = np.broadcast_arrays(scale, shift)
+    return Stage(name, 0.0, 0.0, scale.astype(np.float32).ravel(), shift.astype(np.float32).ravel())
+
+
+def folded(links: Sequence[Link], w: np.ndarray, bias: np.ndarray | None) -> tuple[int, np.ndarray, Any]:
+    """How many of the first links can be multiplied into weights [M, ...] and a bias [M], and these then."""
+    count = 0
+    while count < len(links) and _folds(links[count], w):
+        count += 1
+    stages = merged(links[:count])
+    if len(stages) != 1:
+        return (count, w, bias) if not stages else (0, w, bias)
+    scale, shift = _factors(stages[0])
+    with np.errstate(all="ignore"):
+        wide = w * scale.reshape(-1, *[1] * (w.ndim - 1))
+        offset = np.broadcast_to((0 if bias is None else bias.astype(np.float64)) * scale + shift, w.shape[0])
+        narrow, sums = wide.astype(np.float32), offset.astype(np.float32)
+    if not (np.isfinite(narrow).all() and np.isfinite(sums).all()):
+        return 0, w, bias
+    return count, narrow, sums
+
+
+def _folds(link: Link, w: np.ndarray) -> bool:
+    """Whether a link only multiplies and adds a constant, one a channel of what w [M, ...] makes or one for all."""
+    if link.saves or not link.ranks[0] <= w.ndim <= link.ranks[1]:
+        return False
+    sizes = [1 if stage.scale is None else stage.scale.size for stage in link.stages]
+    return {stage.name for stage in link.stages} <= {"affine", "channel_affine"} and set(sizes) <= {1, w.shape[0]}
+
+
+# -- the operators
+
+
+def link_of(step: Step, planned: Planned, sources: Sequence[Any]) -> Link | None:
+    """A step as a link; None where it is no elementwise operator on float32 that the stages serve."""
+    row = step.operator
+    make = _MAKERS.get(row.name) if row.domain == "" and planned.float32 else None
+    made = make(planned.attributes, list(sources)) if make is not None else None
+    if made is None:
+        return None
+    stages, ranks = made
+    return Link(step, planned.run, tuple(sources), stages, ranks)
+
+
+_Made = tuple[tuple[Stage, ...], tuple[int, int]]
+_ANY = (0, 64)
+
+
+def _unary(*stages: Stage) -> Callable[[Mapping[str, Any], list[Any]], _Made | None]:
+    return lambda attributes, sources: (stages, _ANY) if len(sources) == 1 else None
+
+
+def _leaky(attributes: Mapping[str, Any], sources: list[Any]) -> _Made:
+    return (Stage("leaky", attributes.get("alpha", 0.01)),), _ANY
+
+
+def _hard_sigmoid(attributes: Mapping[str, Any], sources: list[Any]) -> _Made:
+    line = Stage("affine", attributes.get("alpha", 0.2), attributes.get("beta", 0.5))
+    return (line, Stage("clip", 0, 1)), _ANY
+
+
+def _clip(attributes: Mapping[str, Any], sources: list[Any]) -> _Made | None:
+    bounds = []
+    for name, source, default in zip(("min", "max"), [*sources[1:], None, None][:2], (-inf, inf), strict=True):
+        if isinstance(source, np.ndarray) and source.size == 1:
+            bounds.append(float(source.reshape(())))
+        elif source is None:
+            bounds.append(float(attributes.get(name, default)))
+        else:
+            return None
+    return ((Stage("clip", bounds[0], bounds[1]),), _ANY) if sources[0] is CURRENT else None
+
+
+def _dropout(attributes: Mapping[str, Any], sources: list[Any]) -> _Made | None:
+    training = sources[2] if len(sources) > 2 else None
+    constant = training is None or (isinstance(training, np.ndarray) and not training.any())
+    return ((), _ANY) if constant and sources[0] is CURRENT and not attributes.get("training_mode") else None
+
+
+def _batch_normalization(attributes: Mapping[str, Any], sources: list[Any]) -> _Made | None:
+    vectors = sources[1:]
+    if sources[0] is not CURRENT or not all(isinstance(v, np.ndarray) and v.ndim == 1 for v in vectors):
+        return None
+    if attributes.get("training_mode", 0) or not attributes.get("spatial", 1):
+        return None
+    factor, summand, mean, variance = (vector.astype(np.float64) for vector in vectors)
+    with np.errstate(all="ignore"):
+        scale = factor / np.sqrt(variance + attributes.get("epsilon", 1e-5))
+        stage = affine(scale, summand - mean * scale, "channel_affine")
+    return None if stage is None else ((stage,), (2, 64))
+
+
+def _binary(kind: str) -> Callable[[Mapping[str, Any], list[Any]], _Made | None]:
+    def make(attributes: Mapping[str, Any], sources: list[Any]) -> _Made | None:
+        if len(sources) != 2 or sources[0] is sources[1]:
+            return None
+        first = sources[0] is CURRENT
+        other = sources[1] if first else sources[0]
+        if isinstance(other, np.ndarray):
+            return _constant(kind, other, first)
+        if other is None:
+            return None
+        suffix = "saved" if other is SAVED else "operand"
+        if kind in ("add", "mul"):
+            return (Stage(f"{kind}_{suffix}"),), _ANY
+        if kind == "sub":
+            negate = Stage("affine", -1.0)
+            return (negate, Stage(f"add_{suffix}"), *([negate] if first else [])), _ANY
+        return None
+
+    return make
+
+
+def _constant(kind: str, other: np.ndarray, first: bool) -> _Made | None:
+    """The value and a constant: a number, one a channel (shape [C, 1, ...]) or one a point of the last axis."""
+    if not other.size or other.dtype != np.float32:
+        return None
+    ranks: tuple[int, int]
+    value: Any
+    if other.size == 1:
+        name, ranks, value = "affine", (other.ndim, 64), np.float64(other.reshape(()))
+    elif other.shape[-1] == other.size:
+        name, ranks, value = "point_affine", (other.ndim, 64), other.astype(np.float64).ravel()
+    else:
+        axis = next(axis for axis, length in enumerate(other.shape) if length > 1)
+        rank = other.ndim - axis + 1
+        if other.shape[axis] != other.size or other.ndim > rank:
+            return None
+        name, ranks, value = "channel_affine", (rank, rank), other.astype(np.float64).ravel()
+    if kind in ("max", "min"):
+        bounds = (float(value), inf) if kind == "max" else (-inf, float(value))
+        return ((Stage("clip", *bounds),), ranks) if name == "affine" and not np.isnan(value) else None
+    with np.errstate(all="ignore"):
+        pair = {
+            "add": (1.0 + 0 * value, value), "mul": (value, 0 * value), "div": (1 / value, 0 * value),
+            "sub": (1.0 + 0 * value, -value) if first else (-1.0 + 0 * value, value),
+        }[kind]  # fmt: skip
+        stage = affine(*pair, name) if first or kind != "div" else None
+    return None if stage is None else ((stage,), ranks)
+
+
+_MAKERS: dict[str, Callable[[Mapping[str, Any], list[Any]], _Made | None]] = {
+    "Relu": _unary(Stage("clip", 0.0, inf)),
+    "Sigmoid": _unary(Stage("sigmoid")),
+    "Tanh": _unary(Stage("tanh")),
+    "Neg": _unary(Stage("affine", -1.0)),
+    "HardSwish": _unary(Stage("save"), Stage("affine", 1 / 6, 0.5), Stage("clip", 0, 1), Stage("mul_saved")),
+    "LeakyRelu": _leaky,
+    "HardSigmoid": _hard_sigmoid,
+    "Clip": _clip,
+    "Dropout": _dropout,
+    "BatchNormalization": _batch_normalization,
+    "Add": _binary("add"),
+    "Sum": _binary("add"),
+    "Sub": _binary("sub"),
+    "Mul": _binary("mul"),
+    "Div": _binary("div"),
+    "Max": _binary("max"),
+    "Min": _binary("min"),
+}
