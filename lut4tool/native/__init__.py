@@ -153,6 +153,16 @@ class Watch:
         return bool(self._number) and _native.lost_pages(self._number)
 
 
+def aligned(array: np.ndarray) -> np.ndarray:
+    """A C-contiguous copy that begins at a cache line, so that no vector of it crosses one."""
+    line = 64
+    room = np.empty(array.nbytes + line, np.uint8)
+    start = -room.ctypes.data % line
+    copy = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
 def _output(shape: tuple[int, ...], dtype: np.dtype, out: np.ndarray | None) -> np.ndarray:
     if out is None:
         return np.empty(shape, dtype)

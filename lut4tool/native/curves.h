@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -41,9 +42,45 @@ inline float hyperbolic_tangent(float x) {
     return square < 0.390625f ? near : far;
 }
 
-enum class Curve { sigmoid, tanh };
+// Under 1 an odd polynomial (a fit, 4e-11 off), above it 1 - e^(-x p(x)), p a fit of -log(1 - erf(x)) / x on 0..4.
+inline float error_function(float x) {
+    const float square = x * x, size = std::fabs(x), far = size < 4.0f ? size : 4.0f;
+    float near = -9.67359392e-6f;
+    near = near * square + 1.12682581e-4f;
+    near = near * square - 8.48439755e-4f;
+    near = near * square + 5.22105349e-3f;
+    near = near * square - 2.68654376e-2f;
+    near = near * square + 1.12837829e-1f;
+    near = near * square - 3.76126379e-1f;
+    near = near * square + 1.12837923f;
+    float p = -1.0052351786e-7f;
+    p = p * far + 2.5351787111e-6f;
+    p = p * far - 2.8485549756e-5f;
+    p = p * far + 1.8657195768e-4f;
+    p = p * far - 7.6655049257e-4f;
+    p = p * far + 1.8115379037e-3f;
+    p = p * far - 2.4301272405e-4f;
+    p = p * far - 1.9133016787e-2f;
+    p = p * far + 1.0277807149e-1f;
+    p = p * far + 6.3661875455e-1f;
+    p = p * far + 1.1283792052f;
+    const float rest = std::copysign(1.0f - exponential(-p * far), x);
+    return square < 1.0f ? near * x : (x == x ? rest : x);
+}
+
+inline float gelu(float x) { return 0.5f * x * (1.0f + error_function(x * 0.70710678f)); }
+
+enum class Curve { sigmoid, tanh, erf, gelu };
 
 // out [count] = the curve of x, in pieces that the pool's threads take.
 void map_curve(Curve curve, const float *x, std::size_t count, float *out, unsigned threads);
+
+// Each row of x [rows, columns] to e^x over the sum of the row's, or to the logarithm of that.
+void softmax(const float *x, std::size_t rows, std::size_t columns, bool logarithm, float *out, unsigned threads);
+
+// Each row of x [rows, columns] less its mean, times 1 / sqrt(variance + epsilon), times scale plus bias [columns] (bias
+// may be null); mean and inverse [rows] get those two.
+void normalize(const float *x, std::size_t rows, std::size_t columns, const float *scale, const float *bias, float epsilon,
+               float *out, float *mean, float *inverse, unsigned threads);
 
 }  // namespace lut4tool

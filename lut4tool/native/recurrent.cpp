@@ -222,24 +222,4 @@ void run_cells(const Cell *cells, const Sequence *sequences, std::size_t directi
     for (Run &run : runs) run.finish();
 }
 
-namespace {
-
-LUT4TOOL_CLONES void map_sigmoid(const float *x, std::size_t count, float *out) {
-    for (std::size_t i = 0; i < count; ++i) out[i] = sigmoid(x[i]);
-}
-
-LUT4TOOL_CLONES void map_tanh(const float *x, std::size_t count, float *out) {
-    for (std::size_t i = 0; i < count; ++i) out[i] = hyperbolic_tangent(x[i]);
-}
-
-}  // namespace
-
-void map_curve(Curve curve, const float *x, std::size_t count, float *out, unsigned threads) {
-    constexpr std::size_t PIECE = 1 << 15;
-    const auto map = curve == Curve::sigmoid ? map_sigmoid : map_tanh;
-    parallel((count + PIECE - 1) / PIECE, threads, [&](std::size_t index) {
-        map(x + index * PIECE, std::min(PIECE, count - index * PIECE), out + index * PIECE);
-    });
-}
-
 }  // namespace lut4tool

@@ -173,14 +173,43 @@ void quantize_linear(const Vector &x, float scale, float zero, float low, float 
     quantize(input, count, scale, zero, low, high, steps);
 }
 
+Curve curve_named(const std::string &name) {
+    if (name == "sigmoid") return Curve::sigmoid;
+    if (name == "tanh") return Curve::tanh;
+    check(name == "erf" || name == "gelu", "there is no such curve");
+    return name == "erf" ? Curve::erf : Curve::gelu;
+}
+
 void curve(const std::string &name, const Vector &x, const Array<float, 1> &out, unsigned threads) {
     check(out.size() == x.size(), "the result does not fit");
-    check(name == "sigmoid" || name == "tanh", "there is no such curve");
+    const Curve which = curve_named(name);
     const float *input = x.data();
     float *target = out.data();
     const std::size_t count = x.size();
     nb::gil_scoped_release release;
-    map_curve(name == "sigmoid" ? Curve::sigmoid : Curve::tanh, input, count, target, threads);
+    map_curve(which, input, count, target, threads);
+}
+
+void softmax_rows(const Array<const float, 2> &x, bool logarithm, const Array<float, 2> &out, unsigned threads) {
+    const std::size_t rows = x.shape(0), columns = x.shape(1);
+    check(out.shape(0) == rows && out.shape(1) == columns, "the result does not fit");
+    const float *input = x.data();
+    float *target = out.data();
+    nb::gil_scoped_release release;
+    softmax(input, rows, columns, logarithm, target, threads);
+}
+
+void normalize_rows(const Array<const float, 2> &x, const Vector &scale, const std::optional<Vector> &bias, float epsilon,
+                    const Array<float, 2> &out, const Array<float, 1> &mean, const Array<float, 1> &inverse,
+                    unsigned threads) {
+    const std::size_t rows = x.shape(0), columns = x.shape(1);
+    check(out.shape(0) == rows && out.shape(1) == columns, "the result does not fit");
+    check(mean.size() == rows && inverse.size() == rows, "mean and inverse do not fit");
+    check(scale.size() == columns && (!bias || bias->size() == columns), "scale and bias do not fit");
+    const float *input = x.data(), *factor = scale.data(), *offset = bias ? bias->data() : nullptr;
+    float *target = out.data(), *means = mean.data(), *inverses = inverse.data();
+    nb::gil_scoped_release release;
+    normalize(input, rows, columns, factor, offset, epsilon, target, means, inverses, threads);
 }
 
 }  // namespace
@@ -212,6 +241,11 @@ void add_recurrent(nb::module_ &m) {
     m.def("quantize_linear", &quantize_linear, nb::arg("x").noconvert(), nb::arg("scale"), nb::arg("zero"),
           nb::arg("low"), nb::arg("high"), nb::arg("values").noconvert());
     m.def("curve", &curve, nb::arg("name"), nb::arg("x").noconvert(), nb::arg("out").noconvert(), nb::arg("threads"));
+    m.def("softmax", &softmax_rows, nb::arg("x").noconvert(), nb::arg("logarithm"), nb::arg("out").noconvert(),
+          nb::arg("threads"));
+    m.def("normalize", &normalize_rows, nb::arg("x").noconvert(), nb::arg("scale").noconvert(),
+          nb::arg("bias").noconvert().none(), nb::arg("epsilon"), nb::arg("out").noconvert(), nb::arg("mean").noconvert(),
+          nb::arg("inverse").noconvert(), nb::arg("threads"));
 }
 
 }  // namespace lut4tool

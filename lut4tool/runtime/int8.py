@@ -72,7 +72,7 @@ def pack(b: np.ndarray, zero: Any) -> Bytes | None:
     whole[:depth, :width] = signed
     panels = whole.reshape(-1, _TOGETHER, whole.shape[1] // _PANEL, _PANEL).transpose(2, 0, 3, 1)
     sums = signed.sum(axis=0, dtype=np.int32)
-    return Bytes(depth, width, _NATIVE.Bytes(np.ascontiguousarray(panels).reshape(-1), zeros, sums, depth, width))
+    return Bytes(depth, width, _NATIVE.Bytes(native.aligned(panels).reshape(-1), zeros, sums, depth, width))
 
 
 def _rows(a: np.ndarray, zero: Any, b: Bytes) -> tuple[np.ndarray, np.ndarray]:

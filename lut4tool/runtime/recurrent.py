@@ -134,4 +134,4 @@ def _blocks(values: np.ndarray, gates: int) -> np.ndarray:
 def _panels(matrix: np.ndarray, gates: int) -> np.ndarray:
     """A weight [gates * H, depth] as panels [blocks, gates, depth, 16], flat."""
     columns = _blocks(matrix.T, gates)
-    return np.ascontiguousarray(columns.reshape(columns.shape[0], -1, _UNITS).transpose(1, 0, 2)).reshape(-1)
+    return native.aligned(columns.reshape(columns.shape[0], -1, _UNITS).transpose(1, 0, 2)).reshape(-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lut4tool.runtime.ops import prepared
 from lut4tool.runtime.ops.compute import computed, finish, widened, working
 from lut4tool.runtime.ops.conv import conv
 from lut4tool.runtime.ops.math import gelu, selu
@@ -19,7 +20,7 @@ MICROSOFT = "com.microsoft"
 # -- activations
 
 
-@op("Gelu", domain=MICROSOFT)
+@op("Gelu", domain=MICROSOFT, prepare=prepared.gelu)
 def exact_gelu(x: Any) -> Any:
     """The standard's Gelu without an approximation."""
     return gelu(x)

@@ -172,7 +172,7 @@ def prelu(xp: Any, x: Any, slope: Any) -> Any:
     return xp.where(x < 0, x * slope, x)
 
 
-@op("Sigmoid", since=6)
+@op("Sigmoid", since=6, prepare=prepared.curve("sigmoid"))
 def sigmoid(x: Any) -> Any:
     """Return 1 / (1 + exp(-x))."""
     return computed(_sigmoid, x)
@@ -212,7 +212,7 @@ def _erf(xp: Any, x: Any) -> Any:
     return result
 
 
-@op("Erf", since=9)
+@op("Erf", since=9, prepare=prepared.curve("erf"))
 def erf(x: Any) -> Any:
     """The error function, for integers too, in x's type."""
     return computed(_erf, x)
@@ -293,7 +293,7 @@ def swiglu(a: Any, b: Any, *, alpha: float = 1.0) -> Any:
     return computed(lambda xp, a, b: a / (1 + xp.exp(-alpha * a)) * b, a, b)
 
 
-@op("Gelu")
+@op("Gelu", prepare=prepared.gelu)
 def gelu(x: Any, *, approximate: str = "none") -> Any:
     """Return x times the normal distribution function, exact or by tanh."""
     if approximate == "none":
@@ -347,14 +347,14 @@ def _coerced(function: Callable[[Any, int], Any], x: Any, *, axis: int = 1) -> A
     return function(coerced(x, axis), -1).reshape(x.shape)
 
 
-_NORMALIZED: Sequence[tuple[str, Callable[[Any, int], Any]]] = (
-    ("Softmax", _softmax),
-    ("LogSoftmax", log_softmax),
-    ("Hardmax", _hardmax),
+_NORMALIZED: Sequence[tuple[str, Callable[[Any, int], Any], prepared.Prepare | None]] = (
+    ("Softmax", _softmax, prepared.softmax(logarithm=False)),
+    ("LogSoftmax", log_softmax, prepared.softmax(logarithm=True)),
+    ("Hardmax", _hardmax, None),
 )
-for _name, _rows in _NORMALIZED:
+for _name, _rows, _prepare in _NORMALIZED:
     op(_name, until=12)(partial(_coerced, _rows))
-    op(_name, since=13)(partial(_along_axis, _rows))
+    op(_name, since=13, prepare=_prepare)(partial(_along_axis, _rows))
 
 
 def _running(function: str, xp: Any, x: Any, axis: Any, *, exclusive: int = 0, reverse: int = 0) -> Any:

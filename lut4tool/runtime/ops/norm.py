@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lut4tool.runtime.dtypes import numpy_dtype, to_device, to_numpy
+from lut4tool.runtime.ops import prepared
 from lut4tool.runtime.ops.compute import finish, finish_as, numpy_type, working
 from lut4tool.runtime.registry import op
 
@@ -75,7 +76,7 @@ def instance_normalization(x: Any, scale: Any, b: Any, *, epsilon: float = 1e-5)
     return finish(y * _channel(s, x.ndim) + _channel(bias, x.ndim), x)
 
 
-@op("LayerNormalization")
+@op("LayerNormalization", prepare=prepared.layer_normalization)
 def layer_normalization(
     x: Any, scale: Any, b: Any = None, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
 ) -> Any:

@@ -7,12 +7,13 @@ a node that is not of the usual kind it returns None, and for a value that is no
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from math import prod
 from typing import Any
 
 import numpy as np
 
+from lut4tool.runtime import curves
 from lut4tool.runtime.cache import Cache
 from lut4tool.runtime.dtypes import BY_NUMBER, TYPES
 from lut4tool.runtime.plan import Node
@@ -260,6 +261,36 @@ def float_function(call: Run) -> Prepare:
     return lambda node, general: call if is_float(node) else None
 
 
+def curve(name: str) -> Prepare:
+    """A curve of the native library's on float32."""
+
+    def prepare(node: Node, general: Run) -> Run | None:
+        return partial(curves.curve, name) if curves.available() and node.types[0] == "tensor(float)" else None
+
+    return prepare
+
+
+def gelu(node: Node, general: Run) -> Run | None:
+    """The exact one on float32."""
+    return curve("gelu")(node, general) if node.attributes.get("approximate", "none") == "none" else None
+
+
+def softmax(logarithm: bool) -> Prepare:
+    """Along the last axis of float32."""
+
+    def prepare(node: Node, general: Run) -> Run | None:
+        axis = node.attributes.get("axis", -1)
+        if not curves.available() or node.types[0] != "tensor(float)":
+            return None
+
+        def run(x: Any) -> Any:
+            return curves.softmax(x, logarithm) if axis in (-1, x.ndim - 1) and x.size else general(x)
+
+        return run
+
+    return prepare
+
+
 def divide(node: Node, general: Run) -> Run | None:
     """Floats by np.divide; single integers, as shapes are divided, by Python's."""
     if is_float(node):
@@ -344,3 +375,21 @@ def extreme(ufunc: Any) -> Prepare:
         return run
 
     return prepare
+
+
+def layer_normalization(node: Node, general: Run) -> Run | None:
+    """Rows of float32 by the native library, where scale and bias are as long as a row."""
+    axis, epsilon = node.attributes.get("axis", -1), node.attributes.get("epsilon", 1e-5)
+    if not curves.available() or node.types[0] != "tensor(float)" or node.attributes.get("stash_type", 1) != 1:
+        return None
+
+    def run(x: Any, scale: Any, bias: Any = None) -> Any:
+        shape = x.shape[axis:]
+        if scale.shape != shape or (bias is not None and bias.shape != shape) or not x.size:
+            return general(x, scale, bias)
+        flat = [None if part is None else np.ascontiguousarray(part).reshape(-1) for part in (scale, bias)]
+        y, *statistics = curves.normalized(x, scale.size, *flat, epsilon)
+        kept = (*x.shape[: x.ndim - len(shape)], *[1] * len(shape))
+        return (y, *[part.reshape(kept) for part in statistics])
+
+    return run
