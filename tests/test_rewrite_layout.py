@@ -184,8 +184,14 @@ def test_external_bytes_are_streamed_to_a_new_file(tmp_path: Path, monkeypatch: 
     """The old file stays as it is, and only a few megabytes of it are held at a time."""
     monkeypatch.setattr("lut4tool.recognize.layout._PIECE_ELEMENTS", 1 << 16)
     sizes: list[int] = []
-    real = save._raw
-    monkeypatch.setattr(save, "_raw", lambda array: sizes.append(array.nbytes) or real(array))
+    real = Layout.role
+
+    def seen(layout: Layout, role: str, units: Any = None) -> np.ndarray:
+        array = real(layout, role, units)
+        sizes.extend([array.nbytes] * (role == "packed"))
+        return array
+
+    monkeypatch.setattr(Layout, "role", seen)
     built = build(rows=2048, cols=1200, block=64)
     onnx.save(copy.deepcopy(built.model), tmp_path / "in.onnx", save_as_external_data=True, location="w.bin")
     data = (tmp_path / "w.bin").read_bytes()
@@ -193,7 +199,8 @@ def test_external_bytes_are_streamed_to_a_new_file(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "w.bin").read_bytes() == data
     assert files(tmp_path) == {"in.onnx", "w.bin", "out.onnx", "out.onnx.data"}
     assert (tmp_path / "out.onnx.data").read_bytes() == swap(built.parts[0].packed).tobytes()
-    assert max(sizes) == 1 << 15
+    assert max(sizes) <= 1 << 17  # the witness takes more at a time
+    assert sizes.count(1 << 15) > 30
     assert_same_results(built, onnx.load(tmp_path / "out.onnx"), [run_reference])
 
 

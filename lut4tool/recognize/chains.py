@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from lut4tool.recognize import affine, lookup, nbits
+from lut4tool.recognize import affine, bnb4, lookup, nbits
 from lut4tool.recognize.proof import Proof
 from lut4tool.recognize.walk import Place, Value, Walk
 
 __all__ = ["VENDOR_PROOFS", "prove"]
 
 #: com.microsoft's operators that are proved, by name.
-VENDOR_PROOFS: Mapping[str, Callable[[Walk, Place], Proof]] = {"MatMulNBits": nbits.matmul_nbits}
+VENDOR_PROOFS: Mapping[str, Callable[[Walk, Place], Proof]] = {
+    "MatMulBnb4": bnb4.matmul_bnb4,
+    "MatMulNBits": nbits.matmul_nbits,
+}
 
 
 def prove(walk: Walk, site: Place, weight: Value, flipped: bool) -> Proof:

@@ -33,6 +33,7 @@ class Laid:
         equal tensors are one tensor. Where Cut.axes names a source it also gets that source cut to some units, and must
         give the same units of the tensor (along axis 0). Raises FormatError for values that have no layout.
     data_type: of onnx.TensorProto; shape: of the whole tensor.
+    view: these are the bytes of its one source in another shape, so that they stay where they are.
     """
 
     make: Callable[..., np.ndarray]
@@ -40,6 +41,12 @@ class Laid:
     settings: tuple[Hashable, ...]
     data_type: int
     shape: tuple[int, ...]
+    view: bool = False
+
+
+def flattened(array: np.ndarray) -> np.ndarray:
+    """The same elements, flat."""
+    return array.reshape(-1)
 
 
 class Axis(NamedTuple):

@@ -29,7 +29,7 @@ _DEEP = 64
 
 
 @dataclass(eq=False)
-class _Leaves:
+class Leaves:
     """The constants that a chain reads as data."""
 
     trail: Trail
@@ -70,7 +70,7 @@ def prove(walk: Walk, site: Place, weight: Value, flipped: bool) -> Proof:
     then any Reshape, Slice of flat elements, Cast that rounds at most once, and Transpose of [rows, cols].
     """
     trail = Trail(walk)
-    leaves = _Leaves(trail)
+    leaves = Leaves(trail)
     after, value, at = steps_before(trail, weight, site, "Cast", "Transpose", "Reshape", "Slice")
     after, perm = turned(after)
     found = _scaled(trail, leaves, value, at)
@@ -106,7 +106,7 @@ def prove(walk: Walk, site: Place, weight: Value, flipped: bool) -> Proof:
     )
 
 
-def _scaled(trail: Trail, leaves: _Leaves, value: Value, at: Place) -> Lookup:
+def _scaled(trail: Trail, leaves: Leaves, value: Value, at: Place) -> Lookup:
     """Entries times scales, in either order, or entries alone."""
     if trail.op_type(value) == "Gather":
         return _looked_up(trail, leaves, value, at)
@@ -143,7 +143,7 @@ def _comes_from(trail: Trail, node: Place, index: int, end: str) -> bool:
     return False
 
 
-def _looked_up(trail: Trail, leaves: _Leaves, value: Value, at: Place) -> Lookup:
+def _looked_up(trail: Trail, leaves: Leaves, value: Value, at: Place) -> Lookup:
     """Gather of 16 entries by codes; Casts and Reshapes of the entries."""
     moved, value, at = steps_before(trail, value, at, "Cast", "Reshape", "Slice")
     lookup = trail.node(value, "Gather", at)
@@ -176,7 +176,7 @@ def _cast(leaf: Constant, steps: Sequence[Step]) -> tuple[str, tuple[int, ...]]:
     return DTYPE_NAME[kind], tuple(types) if narrows else ()
 
 
-def _codes(trail: Trail, leaves: _Leaves, value: Value, at: Place) -> Codes:
+def _codes(trail: Trail, leaves: Leaves, value: Value, at: Place) -> Codes:
     """The indices of a lookup: both nibbles of bytes, or a code in each element."""
     steps, value, first = steps_before(trail, value, at, "Cast", "Reshape", "Slice")
     if trail.op_type(value) == "Concat":
@@ -200,7 +200,7 @@ def _require_index(at: Place, steps: Sequence[Step], kind: int, allowed: frozens
     at.require(kind in _INDEX, f"Gather by {type_name(kind)} codes, not {_names(_INDEX)}")
 
 
-def _pairs(trail: Trail, leaves: _Leaves, value: Value, at: Place) -> tuple[Constant, bool, int]:
+def _pairs(trail: Trail, leaves: Leaves, value: Value, at: Place) -> tuple[Constant, bool, int]:
     """Both nibbles of each byte, side by side: (the bytes, whether the high one is first, their type)."""
     pairs = trail.node(value, "Concat", at, "axis")
     pairs.require(len(pairs.node.input) == 2, f"Concat of {len(pairs.node.input)} values, not of the two nibbles")
@@ -269,7 +269,7 @@ def _taken(trail: Trail, step: Step, kind: int) -> None:
     step.place.require(by.is_one(_BY[step.op]), f"{step.op} by {by.one}, not {_BY[step.op]}")
 
 
-def _scales(trail: Trail, leaves: _Leaves, operand: Value, at: Place) -> Scales:
+def _scales(trail: Trail, leaves: Leaves, operand: Value, at: Place) -> Scales:
     """A constant, or a doubly quantized one, given axes of 1, cast and cut."""
     steps, value, at = steps_before(trail, operand, at, "Cast", "Reshape", "Slice", "Unsqueeze")
     if trail.op_type(value) in ("Add", "Mul"):
@@ -287,7 +287,7 @@ def _keeps_first(step: Step) -> bool:
     return step.said.is_one(1, -1) if step.op == "Unsqueeze" else step.said.values == (-1, 1)
 
 
-def _nested(trail: Trail, leaves: _Leaves, value: Value, at: Place, steps: Sequence[Step], operand: Value) -> Scales:
+def _nested(trail: Trail, leaves: Leaves, value: Value, at: Place, steps: Sequence[Step], operand: Value) -> Scales:
     """Scales that are themselves codes of a table of 256 times scales of groups, and an offset or none; all FLOAT."""
     floats = frozenset({TensorProto.FLOAT})
     inner: list[Step] = []

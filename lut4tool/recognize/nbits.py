@@ -130,7 +130,7 @@ def _part(site: Place, name: str, constant: Constant, kind: int, shape: tuple[in
     one = len(constant.shapes) == 1 and next(iter(constant.shapes)) in flat
     site.require(one, f"{name} {constant} is not {list(shape)}, nor that with its last axes run together")
     qmm.require_one(site, constant)
-    return _Part(constant, shape, Laid(qmm.lay_flat, (constant.name,), shape[1:], kind, shape))
+    return _Part(constant, shape, Laid(qmm.lay_flat, (constant.name,), shape[1:], kind, shape, view=True))
 
 
 class _Points(NamedTuple):

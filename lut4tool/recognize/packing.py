@@ -12,11 +12,6 @@ from lut4tool.formats import CODEBOOKS, DTYPE_NAME, FLOAT_DTYPES, FormatError
 _LEAST, _MOST = -16, 15
 
 
-def flattened(array: np.ndarray) -> np.ndarray:
-    """The same elements, flat."""
-    return array.reshape(-1)
-
-
 def cast_in_turn(array: np.ndarray, *types: int) -> np.ndarray:
     """Flat elements after Casts to these types of TensorProto."""
     for kind in types:

@@ -12,7 +12,7 @@ from onnx import TensorProto
 from lut4tool.formats import ONNX_DTYPE
 from lut4tool.recognize import packing
 from lut4tool.recognize.clauses import Shape
-from lut4tool.recognize.layout import Axis, Cut, Folded, Laid
+from lut4tool.recognize.layout import Axis, Cut, Folded, Laid, flattened
 from lut4tool.recognize.walk import Constant, Place
 
 #: A longer unit is run in pieces of at most so many elements, all with its scale.
@@ -141,8 +141,8 @@ def _in_order(found: Lookup, grid: _Grid, matrix: Shape) -> Placed:
     found.at.require(held <= blocks * block, f"{codes.total} codes, more than {blocks} blocks of {block}")
     name, packed = codes.leaf.name, None
     if codes.per == 1 or len(codes.leaf.shape) > 1:
-        make = packing.packed_codes if codes.per == 1 else packing.flattened
-        packed = Laid(make, (name,), (), TensorProto.UINT8, (held // 2,))
+        make = packing.packed_codes if codes.per == 1 else flattened
+        packed = Laid(make, (name,), (), TensorProto.UINT8, (held // 2,), view=codes.per == 2)
     scale = _flat_scales(scales, found.dtype, count)
     roles = {"packed": packed or name, "scales": scale, "codebook": found.codebook}
     return Placed(
@@ -163,8 +163,8 @@ def _flat_scales(scales: Scales | None, dtype: str, count: int) -> str | Laid:
         assert scales.nested is not None
         return scales.nested
     (kind,), leaf = scales.leaf.types, scales.leaf
-    if len(leaf.shape) == 1 and leaf.shape[0] == count and not scales.types:
-        return leaf.name
+    if math.prod(leaf.shape) == count and not scales.types:
+        return leaf.name if len(leaf.shape) == 1 else Laid(flattened, (leaf.name,), (), kind, (count,), view=True)
     final = scales.types[-1] if scales.types else kind
     return Laid(packing.first_scales, (leaf.name,), (count, *scales.types), final, (count,))
 

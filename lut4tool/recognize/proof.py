@@ -85,7 +85,8 @@ class Proof:
     @property
     def kept(self) -> bool:
         """Whether the packed bytes serve as they are."""
-        return isinstance(self.roles["packed"], str)
+        packed = self.roles["packed"]
+        return isinstance(packed, str) or packed.view
 
     @property
     def inputs(self) -> tuple[str, ...]:

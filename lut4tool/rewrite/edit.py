@@ -34,6 +34,12 @@ class NewTensor(NamedTuple):
     role: str
     in_function: bool
 
+    @property
+    def is_open(self) -> bool:
+        """Whether its data is missing: not where the bytes of another tensor serve."""
+        held = self.proof.roles[self.role]
+        return isinstance(held, Laid) and not held.view
+
 
 def apply(model: onnx.ModelProto, proofs: Sequence[Proof]) -> list[NewTensor]:
     """Rewrite the proved sites of a model in place; without proofs nothing changes.
@@ -202,7 +208,11 @@ def _new(role: str, proof: Proof, added: dict[Any, NewTensor], names: Names) -> 
         assert isinstance(held, Laid)
         source = f"{held.sources[0]}/" if held.sources else ""
         name = names.free(f"{source}{proof.op}/{role}")
-        tensor = onnx.TensorProto(name=name, data_type=held.data_type, dims=held.shape)
+        tensor = onnx.TensorProto()
+        if held.view:  # the bytes stay where they are
+            tensor.CopyFrom(proof.sources[held.sources[0]])
+        tensor.name, tensor.data_type = name, held.data_type
+        tensor.dims[:] = held.shape
         added[key] = NewTensor(tensor, proof, role, proof.site.function is not None)
     return added[key].tensor.name
 
@@ -212,10 +222,11 @@ def _declare(owner: Any, added: dict[Any, NewTensor]) -> list[NewTensor]:
     if isinstance(owner, onnx.GraphProto):
         owner.initializer.extend(new.tensor for new in added.values())
         last = len(owner.initializer) - len(added)
-        return [new._replace(tensor=owner.initializer[last + at]) for at, new in enumerate(added.values())]
+        tensors = owner.initializer
+        return [new._replace(tensor=tensors[last + at]) for at, new in enumerate(added.values()) if new.is_open]
     constants = [onnx.helper.make_node("Constant", [], [new.tensor.name], value=new.tensor) for new in added.values()]
     _put_first(owner.node, constants)
-    return [new._replace(tensor=owner.node[at].attribute[0].t) for at, new in enumerate(added.values())]
+    return [new._replace(tensor=owner.node[at].attribute[0].t) for at, new in enumerate(added.values()) if new.is_open]
 
 
 def _replace(node: onnx.NodeProto, proof: Proof, inputs: Sequence[str], names: Names) -> _Around:

@@ -95,7 +95,7 @@ def laid_out(proofs: Iterable[Proof], tensors: Tensors) -> dict[Hashable, bytes]
     for proof in proofs:
         layout = Layout(proof, tensors)
         for role, held in proof.roles.items():
-            if isinstance(held, Laid) and proof.tensor_key(role) not in data:
+            if isinstance(held, Laid) and not held.view and proof.tensor_key(role) not in data:
                 data[proof.tensor_key(role)] = b"".join(map(_raw, layout.pieces(role)))
         tensors.release()
     return data
