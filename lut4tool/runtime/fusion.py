@@ -21,6 +21,7 @@ from lut4tool.runtime.binding import Frame, bind_host
 from lut4tool.runtime.chains import CURRENT, SAVED, After, Chain, Link, folded, link_of
 from lut4tool.runtime.graph import Step
 from lut4tool.runtime.ops.conv import PreparedConv
+from lut4tool.runtime.scaling import fuse_scaling
 from lut4tool.runtime.scope import Block, Planned
 
 #: Nodes between x and the x * f(x) that ends them, at most.
@@ -31,6 +32,7 @@ _FRESH = ("MatMul", "Gemm", "ConvTranspose")
 
 def fuse(block: Block, frame: Frame, outputs: Sequence[int]) -> None:
     """Fuse the steps of a block whose graph returns the slots `outputs`."""
+    fuse_scaling(block, frame, outputs)
     if not convolution.available():
         return
     follower = _Follower(block, frame, outputs)

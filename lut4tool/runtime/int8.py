@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -102,3 +104,37 @@ def scaled_matmul(a: np.ndarray, zero: Any, b: Bytes, step: float, factors: np.n
     out = np.empty((a.shape[0], b.width), np.float32)
     b.native.multiply_scaled(*_rows(a, zero, b), factors, step, out, _THREADS)
     return out
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """MatMulInteger with its B packed; general: what runs it for operands of no elements."""
+
+    matrix: Bytes
+    general: Callable[..., Any]
+
+    def __call__(self, a: Any, b: Any, a_zero_point: Any = None, b_zero_point: Any = None) -> Any:
+        """Return the int32 product [..., N]."""
+        if not a.size:
+            return self.general(a, b, a_zero_point, b_zero_point)
+        y = matmul(a.reshape(-1, a.shape[-1]), _each(a, a_zero_point), self.matrix)
+        return y.reshape(*a.shape[:-1], -1)
+
+    @cached_property
+    def ones(self) -> np.ndarray:
+        """The factors [N] of a product that is times one number."""
+        return np.ones(self.matrix.width, np.float32)
+
+    def times(self, factor: Any, a: Any, b: Any, a_zero_point: Any = None, b_zero_point: Any = None) -> Any:
+        """The same as float32 times a factor, as Cast and Mul make it: one number, or one a column."""
+        one = factor.size == 1 and factor.ndim <= a.ndim
+        if not a.size or not (one or factor.shape == (self.matrix.width,)):
+            return self(a, b, a_zero_point, b_zero_point).astype(np.float32) * factor
+        step, factors = (factor.item(), self.ones) if one else (1.0, np.ascontiguousarray(factor))
+        y = scaled_matmul(a.reshape(-1, a.shape[-1]), _each(a, a_zero_point), self.matrix, step, factors)
+        return y.reshape(*a.shape[:-1], -1)
+
+
+def _each(a: Any, zero: Any) -> Any:
+    """A zero point of all rows, or one a row of each matrix."""
+    return zero if zero is None or zero.size == 1 else np.broadcast_to(zero, a.shape[:-1])

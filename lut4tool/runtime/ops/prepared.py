@@ -387,8 +387,9 @@ def layer_normalization(node: Node, general: Run) -> Run | None:
         shape = x.shape[axis:]
         if scale.shape != shape or (bias is not None and bias.shape != shape) or not x.size:
             return general(x, scale, bias)
-        flat = [None if part is None else np.ascontiguousarray(part).reshape(-1) for part in (scale, bias)]
-        y, *statistics = curves.normalized(x, scale.size, *flat, epsilon)
+        factors = np.ascontiguousarray(scale).reshape(-1)
+        offsets = None if bias is None else np.ascontiguousarray(bias).reshape(-1)
+        y, *statistics = curves.normalized(x, scale.size, factors, offsets, epsilon)
         kept = (*x.shape[: x.ndim - len(shape)], *[1] * len(shape))
         return (y, *[part.reshape(kept) for part in statistics])
 

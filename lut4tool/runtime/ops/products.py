@@ -75,14 +75,9 @@ def matmul_integer(node: Node) -> Callable[..., Any]:
     packed = int8.pack(b, zero) if b is not None and fixed and on_host() else None
 
     def run(a: Any, b: Any, a_zero_point: Any = None, b_zero_point: Any = None) -> Any:
-        if packed is None or not a.size:
-            return to_device(np.asarray(integer_product(a, b, a_zero_point, b_zero_point)))
-        if a_zero_point is not None and a_zero_point.size > 1:  # one a row of each matrix
-            a_zero_point = np.broadcast_to(a_zero_point, a.shape[:-1])
-        y = int8.matmul(a.reshape(-1, a.shape[-1]), a_zero_point, packed)
-        return y.reshape(*a.shape[:-1], -1)
+        return to_device(np.asarray(integer_product(a, b, a_zero_point, b_zero_point)))
 
-    return run
+    return run if packed is None else int8.Product(packed, run)
 
 
 @op("QLinearMatMul", on_host=True)
