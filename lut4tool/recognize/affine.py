@@ -202,7 +202,7 @@ def _cut(trail: Trail, cut: Place, row: int) -> int:
     axes, steps = trail.literal(cut, 3, absent=(0, 1)), trail.literal(cut, 4, absent=(1,))
     cut.require(start.is_list(0), f"Slice from {start}, not from [0]")
     cut.require(end.dims == (1,), f"Slice to {end}, not to one end")
-    cut.require(axes.is_list(1) or axes.is_list(-1), f"Slice on axes {axes}, not [1]")
+    cut.require((axes.values, axes.dims) in (((1,), (1,)), ((-1,), (1,))), f"Slice on axes {axes}, not [1]")
     cut.require(steps.is_list(1), f"Slice with steps {steps}, not [1]")
     cut.require(0 < end.values[0] <= row, f"Slice to {end} of {row}")
     return end.values[0]

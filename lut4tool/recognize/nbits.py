@@ -62,7 +62,10 @@ def matmul_nbits(walk: Walk, site: Place) -> Proof:
         shapes=spelling.shapes(grid),
     )
     product = Product(given["A"], bias=given.get("bias", ""))
-    return qmm.proof(site, product, weight, False, tuple(spelling.nodes), {}, found)
+    proof = qmm.proof(site, product, weight, False, tuple(spelling.nodes), {}, found)
+    for name in proof.inputs[1:]:
+        walk.find(site.scope, name, site)
+    return proof
 
 
 def _given(walk: Walk, site: Place) -> dict[str, str]:
