@@ -155,6 +155,8 @@ def to_numpy(value: Any) -> Any:
     """A NumPy array of an mx.array's own type (a view on a CPU: free; it waits for the value); others as they are."""
     if not isinstance(value, mx.array):
         return np.asarray(value) if isinstance(value, np.generic) else value
+    if not value.size:  # MLX on CUDA may have no memory to view
+        return np.empty(value.shape, BY_MLX[value.dtype].numpy)
     if value.dtype == mx.bfloat16:
         return np.array(value.view(mx.uint16), copy=False).view(_BFLOAT16)
     return np.array(value, copy=False)

@@ -1,13 +1,17 @@
-"""Regions: consecutive steps that MLX compiles into one function (mx.compile) for shapes that come again.
+"""Regions: consecutive steps that mx.compile makes one function of, for shapes that come again.
 
 Only a run can tell which steps may be compiled: those that read no value of the device, whatever their types, shapes
 and attributes make them do. So the first run traces each step by itself. After it a region calls a function that was
 compiled for the shapes and host values it is given, and runs step by step where there is none. Host values, which are
 shapes and what is computed from them, are part of a function: shape arithmetic is done once.
 
+A function runs the very operations that the steps would have called, in one call: results are the same bit for bit, and
+no kernel is built. LUT4TOOL_COMPILE=fuse lets MLX fuse them into kernels of its own, which takes seconds a kernel on
+CUDA and may round once where two operations round twice; LUT4TOOL_COMPILE=0 turns regions off.
+
 What keeps memory and compilations bounded: a function is compiled when its shapes come a second time, twice as often
-after every KEPT compilations; KEPT functions stay. Where the shapes of a few steps change from run to
-run, as in a decoding loop, those between them become regions of their own.
+after every KEPT compilations; KEPT functions stay. Where the shapes of a few steps change from run to run, as in a
+decoding loop, those between them become regions of their own.
 """
 
 from __future__ import annotations
@@ -20,13 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from lut4tool.runtime.backend import mx
+from lut4tool.runtime import backend
+from lut4tool.runtime.backend import BackendError, mx
 from lut4tool.runtime.binding import Frame
 from lut4tool.runtime.dtypes import on_host
 from lut4tool.runtime.graph import DROPPED, Line, Step, execute, line
 from lut4tool.runtime.plan import Plan
 
-SWITCH = "LUT4TOOL_COMPILE"
+SWITCH, SWITCHES = "LUT4TOOL_COMPILE", ("0", "1", "fuse")
 #: Functions that a region keeps: the least recently used goes first.
 KEPT = 16
 #: Steps that a region has at least.
@@ -46,17 +51,18 @@ _ARRAY: Any = object()
 Key = tuple[Any, ...]
 
 
-def wanted() -> bool:
-    """Whether regions are compiled on the current device: on a GPU, unless a switch says no."""
-    return not on_host() and os.environ.get(SWITCH, "1") != "0" and "MLX_DISABLE_COMPILE" not in os.environ
-
-
 def install(plan: Plan) -> None:
-    """Make regions of all steps of a plan that may be in one."""
-    dynamic = frozenset(plan.dynamic)
+    """Make regions of the steps of a plan on a GPU, unless a switch says no. Raises BackendError for a wrong switch."""
+    switch = os.environ.get(SWITCH, "1")
+    if switch not in SWITCHES:
+        raise BackendError(f"{SWITCH} is '{switch}'; it takes {', '.join(SWITCHES)}")
+    fuse = switch == "fuse"
+    if on_host() or switch == "0" or not backend.compiles() or not (fuse or backend.can_compile_unfused()):
+        return
+    make = partial(Region, plan.graph.frame, dynamic=frozenset(plan.dynamic), fuse=fuse)
     for graph in plan.graphs():
-        marks = [_may_be_compiled(plan, step) for step in graph.steps]
-        graph.lines = _grouped(graph.steps, marks, partial(_region, graph.frame, graph.steps, dynamic))
+        marks = [_may_be_compiled(plan, step, fuse) for step in graph.steps]
+        graph.lines = _grouped(graph.steps, marks, make)
 
 
 def numbers(plan: Plan) -> dict[int, int]:
@@ -68,10 +74,13 @@ def numbers(plan: Plan) -> dict[int, int]:
 class Region:
     """Consecutive steps of a graph. Calling it runs them on the graph's frame; an error names the node that failed.
 
-    dynamic: the slots of the frame that steps write; traced: all the steps are known to be ones that can be compiled.
+    dynamic: the slots of the frame that steps write; fuse: MLX may fuse their operations; traced: all the steps are
+    known to be ones that can be compiled.
     """
 
-    def __init__(self, frame: Frame, steps: Sequence[Step], dynamic: frozenset[int], *, traced: bool = False) -> None:
+    def __init__(
+        self, frame: Frame, steps: Sequence[Step], *, dynamic: frozenset[int], fuse: bool = False, traced: bool = False
+    ) -> None:
         self.steps = tuple(steps)
         #: None where the steps could not be compiled for what the key stands for.
         self.functions: OrderedDict[Key, _Function | None] = OrderedDict()
@@ -80,7 +89,7 @@ class Region:
         self.lines: Sequence[Line] = [line(step) for step in self.steps]
         #: Whether all its steps may be compiled; None before the first run.
         self.whole = True if traced else None
-        self._frame, self._dynamic = frame, dynamic
+        self._frame, self._dynamic, self._fuse = frame, dynamic, fuse
         written = {slot for step in self.steps for slot in step.outputs}
         read = dict.fromkeys(slot for step in self.steps for slot in step.inputs if slot in dynamic)
         freed = {slot for step in self.steps for slot in step.free}
@@ -112,7 +121,7 @@ class Region:
             self.functions.move_to_end(key)
             function = self.functions[key]
         elif self._comes_again(key):
-            function = self._keep(key, _Function(self._frame, self.steps, self._inputs, self._outputs, values))
+            function = self._keep(key, values)
         else:
             return False
         if function is None:
@@ -141,7 +150,8 @@ class Region:
             self._calls.popitem(last=False)
         return count >= 2 << self.compilations // KEPT
 
-    def _keep(self, key: Key, function: _Function) -> _Function:
+    def _keep(self, key: Key, values: Sequence[Any]) -> _Function:
+        function = _Function(self._frame, self.steps, self._inputs, self._outputs, values, self._fuse)
         self.compilations += 1
         self.functions[key] = function
         self._calls.pop(key, None)
@@ -183,22 +193,28 @@ class Region:
             self.lines = _grouped(self.steps, marks, self._part)
             self._parts = {part.steps: part for part in _regions(self.lines)}
 
-    def _part(self, start: int, stop: int) -> Region:
-        steps = self.steps[start:stop]
-        return self._parts.get(steps) or Region(self._frame, steps, self._dynamic, traced=True)
+    def _part(self, steps: Sequence[Step]) -> Region:
+        part = self._parts.get(tuple(steps))
+        return part or Region(self._frame, steps, dynamic=self._dynamic, fuse=self._fuse, traced=True)
 
 
 class _Function:
     """Steps compiled for inputs of the shapes, and with the host values, of `values`."""
 
     def __init__(
-        self, frame: Frame, steps: Sequence[Step], inputs: Sequence[int], outputs: Sequence[int], values: Sequence[Any]
+        self,
+        frame: Frame,
+        steps: Sequence[Step],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        values: Sequence[Any],
+        fuse: bool,
     ) -> None:
         self._arrays = [place for place, value in enumerate(values) if type(value) is mx.array]
         slots = [inputs[place] for place in self._arrays]
         hosts = [(slot, value) for slot, value in zip(inputs, values, strict=True) if type(value) is not mx.array]
         results: list[Any] = [_ARRAY] * len(outputs)  # those on the host; the others are what the function returns
-        lines = [line(step) for step in steps]
+        lines, traced = [line(step) for step in steps], list[bool]()
 
         def trace(*arrays: mx.array) -> list[mx.array]:  # called once a thread that runs the function
             for slot, value in (*hosts, *zip(slots, arrays, strict=True)):
@@ -210,25 +226,33 @@ class _Function:
                 for step in steps:
                     for slot in step.outputs:
                         frame[slot] = None
+                if not fuse:  # whether it fuses, MLX asks when the tracing is over
+                    traced.append(True)
+                    backend.set_fusing(False)
             results[:] = [_ARRAY if type(value) is mx.array else value for value in found]
             return [value for value in found if type(value) is mx.array]
 
-        self._results = results
+        self._results, self._traced = results, traced
         self._compiled = mx.compile(trace)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
-        arrays = iter(self._compiled(*[values[place] for place in self._arrays]))
+        try:
+            arrays = iter(self._compiled(*[values[place] for place in self._arrays]))
+        finally:
+            if self._traced:
+                self._traced.clear()
+                backend.set_fusing(True)
         return [next(arrays) if value is _ARRAY else value for value in self._results]
 
 
-def _may_be_compiled(plan: Plan, step: Step) -> bool:
+def _may_be_compiled(plan: Plan, step: Step, fuse: bool) -> bool:
     """Whether a step may be in a region as far as its operator tells."""
-    # Fused with others, a multiplication and an addition may become one: not where sums are compensated.
-    choice = plan.kernels.get(step.name)
+    # Where a product and a sum are rounded once, compensated sums are wrong.
+    choice = plan.kernels.get(step.name) if fuse else None
     return step.operator.name not in _APART | _RANDOM and (choice is None or choice.backend != "reference")
 
 
-def _grouped(steps: Sequence[Step], marks: Sequence[bool], region: Callable[[int, int], Region]) -> list[Line]:
+def _grouped(steps: Sequence[Step], marks: Sequence[bool], region: Callable[[Sequence[Step]], Region]) -> list[Line]:
     """The lines of steps, each run of at least LEAST that are marked as one region."""
     lines, start = [], 0
     while start < len(steps):
@@ -239,13 +263,9 @@ def _grouped(steps: Sequence[Step], marks: Sequence[bool], region: Callable[[int
             lines.append(line(steps[start]))
             start += 1
         else:
-            lines.append((region(start, stop), -1, (), (), None))
+            lines.append((region(steps[start:stop]), -1, (), (), None))
             start = stop
     return lines
-
-
-def _region(frame: Frame, steps: Sequence[Step], dynamic: frozenset[int], start: int, stop: int) -> Region:
-    return Region(frame, steps[start:stop], dynamic)
 
 
 def _serving(lines: Sequence[Line]) -> Iterator[Region]:

@@ -49,8 +49,7 @@ class Runtime:
         with mx.stream(self.device):
             if not on_host():
                 channels.lay_out(self.plan)
-            if regions.wanted():
-                regions.install(self.plan)
+            regions.install(self.plan)
         self._inputs = [describe(value) for value in self.plan.inputs]
         self._outputs = [describe(value) for value in self.plan.outputs]
         self._places = {output.name: index for index, output in enumerate(self._outputs)}
