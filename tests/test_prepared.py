@@ -49,6 +49,7 @@ CASES = [
     ("Pad", 13, [X, ints(0, 1, 2, 0, 0, 3)], {}, 1),
     ("Pad", 13, [X, ints(0, 1, 2, 0, 0, 3), np.float32(7)], {}, 1),
     ("Pad", 10, [X], {"pads": [0, 1, 2, 0, 0, 3], "value": 2.5}, 1),
+    *[("Pad", 19, [X, ints(0, 1, 2, 0, 2, 3)], {"mode": mode}, 1) for mode in ("reflect", "edge", "wrap")],
     ("Gather", 13, [X, np.array(-1)], {"axis": 1}, 1),
     ("Gather", 13, [ints(5, 6, 7), np.array(1)], {}, 1),
     ("Gather", 13, [X, ("fed", np.array([[2, -3], [0, 1]]))], {"axis": 1}, 1),

@@ -41,6 +41,8 @@ FILLED = 1 << 28
 #: byte of the file: an int8 weight becomes float32, as its product wants it; one of 4 bits stays as it is.
 WIDENED = 4
 _WIDENING = ("Cast", "DequantizeLinear", "Mul", "Sub", "Add", "Transpose")
+#: And these on floats: a weight that its producer has cut and put together comes out as its operator wants it.
+_MOVING = ("Concat", "Reshape", "Slice", "Squeeze", "Unsqueeze")
 #: Functions that call functions, at most so deep: ONNX forbids recursion.
 DEPTH = 50
 
@@ -557,9 +559,12 @@ def _widens(site: Site, constants: Sequence[Constant]) -> bool:
     """Whether a node's result is a float weight of at most WIDENED times the bytes that it is stored in."""
     kind = site.node.op_type if site.domain == "" else ""
     arrays = [constant.value for constant in constants]
-    if kind not in _WIDENING or not all(isinstance(array, np.ndarray) for array in arrays):
+    if kind not in (*_WIDENING, *_MOVING) or not all(isinstance(array, np.ndarray) for array in arrays):
         return False
-    if kind == "Cast":
+    if kind in _MOVING:
+        item = arrays[0].dtype.itemsize if arrays[0].dtype.kind == "f" else 0
+        size = sum(array.size for array in arrays) if kind == "Concat" else arrays[0].size
+    elif kind == "Cast":
         target = numpy_dtype(site.attributes["to"])
         size, item = arrays[0].size, target.itemsize if target.kind == "f" else 0
     else:

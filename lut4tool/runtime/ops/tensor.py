@@ -222,23 +222,9 @@ def _pad(xp: Any, x: Any, pads: Sequence[int], value: Any, axes: Any, mode: str)
         return xp.pad(x, widths, constant_values=fill) if widths else x
     for axis, (before, after) in enumerate(widths):
         if before or after:
-            index = _source(np.arange(-before, x.shape[axis] + after), x.shape[axis], mode)
+            index = prepared.source(np.arange(-before, x.shape[axis] + after), x.shape[axis], mode)
             x = xp.take(x, xp.array(index), axis=axis)
     return x
-
-
-def _source(positions: np.ndarray, length: int, mode: str) -> np.ndarray:
-    """Where the value at each position, possibly outside 0..length-1, comes from."""
-    if not length:
-        raise ValueError(f"an empty axis cannot be padded in mode {mode}")
-    if mode == "edge":
-        return np.clip(positions, 0, length - 1)
-    if mode == "wrap":
-        return positions % length
-    if mode != "reflect":
-        raise ValueError(f"Pad takes the modes constant, reflect, edge and wrap, not {mode}")
-    period = max(1, 2 * (length - 1))
-    return np.minimum(positions % period, -positions % period)
 
 
 @op("Pad", since=2, until=10, prepare=prepared.pad)
