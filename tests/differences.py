@@ -19,7 +19,7 @@ ATTRIBUTES = {
 }
 REPLACED = ("MatMul", "Gemm", "FusedMatMul", "MatMulBnb4", "MatMulNBits")
 #: What may stand around a new node, for what a Gemm does besides the product.
-AROUND = ("Constant", "Transpose", "Mul", "Add")
+AROUND = ("Constant", "Transpose", "Cast", "Mul", "Add")
 
 
 @dataclass

@@ -171,13 +171,19 @@ def opset(version: int) -> Edit:
     return edit
 
 
-def own_function(op_type: str) -> Edit:
+def fused(model: onnx.ModelProto) -> None:
+    """Make the product onnxruntime's."""
+    node = find_node(model, "dec/MatMul")
+    node.op_type, node.domain = "FusedMatMul", "com.microsoft"
+
+
+def own_function(op_type: str, domain: str = "") -> Edit:
     """Let the model define a standard operator itself."""
 
     def edit(model: onnx.ModelProto) -> None:
         body = [helper.make_node("Add", ["a", "b"], ["c"])]
         model.functions.append(
-            helper.make_function("", op_type, ["a", "b"], ["c"], body, [helper.make_opsetid("", 17)])
+            helper.make_function(domain, op_type, ["a", "b"], ["c"], body, [helper.make_opsetid("", 17)])
         )
 
     return edit
@@ -413,7 +419,37 @@ OPERATORS = [
 ] + [
     Mutant("scales along columns", "a weight [6, 10] of scales along 8 columns of 8",
            (inputs("Mul", "Gather", "dec/scales"),)),
-    Mutant("left", "the weight is on the left of MatMul", (on_the_left,), later=True),
+    Mutant("left", "the weight on its left, and 'x' of a rank that is not known",
+           (on_the_left,), {"x_shape": (2, 3, 6)}),
+    Mutant("left of a computed value", "the weight on its left, and 'new/MatMul' of a rank that is not known",
+           (on_the_left, before("MatMul", 1, "Neg"))),
+    Mutant("left of a default Transpose", "the weight on its left, and 'new/MatMul' of a rank that is not known",
+           (on_the_left, before("MatMul", 1, "Transpose"))),
+    Mutant("left of a Transpose of three", "the weight on its left, and 'new/MatMul' of a rank that is not known",
+           (on_the_left, before("MatMul", 1, "Transpose", perm=[0, 2, 1])), {"x_shape": (2, 3, 6)}),
+    Mutant("left of an unknown shape", "the weight on its left, and 'x' of a rank that is not known",
+           (on_the_left, lambda m: m.graph.input[0].type.tensor_type.ClearField("shape"))),
+    Mutant("left of a formal input", "'formal_x' of a rank that is not known",
+           (on_the_left,), {**IN_FUNCTION, "rows": 8, "cols": 8}),
+    Mutant("left of a Loop's input", "'tick' of a rank that is not known",
+           (lambda m: find_node(m, "dec/MatMul").input.__setitem__(slice(None), ["dec/ToMatrix_out", "tick"]),),
+           {"place": ["Loop"]}),
+    Mutant("fused of three", "FusedMatMul with 3 inputs, not 2", (fused, inputs("MatMul", "x", "ToMatrix", "x"))),
+    Mutant("fused to two", "FusedMatMul with 2 outputs, not one",
+           (fused, lambda m: find_node(m, "dec/MatMul").output.append("z"))),
+    Mutant("fused with beta", "FusedMatMul with attribute 'beta', unknown", (fused, attribute("MatMul", beta=1.0))),
+    Mutant("fused with a whole alpha", "FusedMatMul with attribute 'alpha', unknown or not written",
+           (fused, attribute("MatMul", alpha=1))),
+    Mutant("fused reference", "FusedMatMul with attribute 'transB', unknown or not written",
+           (fused, written("MatMul", reference(INT, "transB", "turned"))), IN_FUNCTION),
+    Mutant("fused, batches of A", "FusedMatMul with transBatchA 1, not 0", (fused, attribute("MatMul", transBatchA=1))),
+    Mutant("fused, batches of B", "FusedMatMul with transBatchB 1, not 0", (fused, attribute("MatMul", transBatchB=1))),
+    Mutant("fused, turned A", "FusedMatMul with transA, and 'x' of a rank that is not known",
+           (fused, attribute("MatMul", transA=1)), {"x_shape": (2, 3, 6)}),
+    Mutant("own FusedMatMul", "FusedMatMul is a function of this model, not an operator",
+           (fused, own_function("FusedMatMul", "com.microsoft"))),
+    Mutant("undefined bias", "value 'nothing' is not defined",
+           (operator("MatMul", "Gemm"), inputs("MatMul", "x", "ToMatrix", "nothing"))),
     Mutant("absolute value", "Abs, not Mul by scales", (before("MatMul", 1, "Abs"),)),
     Mutant("slice cut off", "Reshape to [6, 10] of 64 elements", (inputs("ToMatrix", "Flatten", "dec/shape"),)),
 ]  # fmt: skip
@@ -444,7 +480,7 @@ WALK = [
     Mutant("matmul of three", "MatMul with 3 inputs", (lambda m: find_node(m, "dec/MatMul").input.append("x"),)),
     Mutant("other domain", "other::Mul, not Mul", (operator("Mul", "Mul", "other"),)),
     Mutant("own Mul", "Mul, not Mul", (own_function("Mul"),)),
-    Mutant("own MatMul", "MatMul is a function of this model", (own_function("MatMul"),)),
+    Mutant("own MatMul", "MatMul is a function of this model, not an operator", (own_function("MatMul"),)),
     Mutant("opset 12", "opset 12, not 13 to 28", (opset(12),)),
     Mutant("opset 29", "opset 29, not 13 to 28", (opset(29),)),
     Mutant("no opset", "opset 0, not 13 to 28", (lambda m: m.opset_import.pop(),)),

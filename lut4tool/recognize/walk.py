@@ -24,8 +24,8 @@ LITERAL_ELEMENTS = 16
 OPSETS = range(13, 29)
 
 #: Products whose weight is looked at, by domain; the vendor's where they are asked for.
-PRODUCTS = (("", "MatMul"), ("", "Gemm"))
 VENDOR = "com.microsoft"
+PRODUCTS = (("", "MatMul"), ("", "Gemm"), (VENDOR, "FusedMatMul"))
 VENDOR_PRODUCTS = ((VENDOR, "MatMulBnb4"), (VENDOR, "MatMulNBits"))
 
 _STANDARD = ("", "ai.onnx")
@@ -319,7 +319,11 @@ class Walk:
 
     def is_standard(self, node: NodeProto, op: str) -> bool:
         """Whether the node is the ONNX operator `op`, not a model's own function of that name."""
-        return node.op_type == op and node.domain in _STANDARD and ("", op, node.overload) not in self.functions
+        return node.op_type == op and node.domain in _STANDARD and not self.is_own(node)
+
+    def is_own(self, node: NodeProto) -> bool:
+        """Whether the node calls a function of the model."""
+        return (_domain(node.domain), node.op_type, node.overload) in self.functions
 
     def origin(self, value: Value) -> Origin:
         """What the value is computed from, through the nodes before it."""

@@ -73,7 +73,7 @@ def default_opset(model: onnx.ModelProto) -> int:
 
 
 class Names:
-    """The value names of a model, read where a new one is wanted first."""
+    """The names of a model's values and nodes, read where a new one is wanted first."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self._model = model
@@ -88,7 +88,7 @@ class Names:
                 self._taken.update(body.input if functions else (entry.name for entry in body.input))
                 self._taken.update(() if functions else (entry.name for entry in body.initializer))
                 for node in body.node:
-                    self._taken.update((*node.input, *node.output))
+                    self._taken.update((node.name, *node.input, *node.output))
                     for attribute in node.attribute:
                         waiting += [attribute.g] * attribute.HasField("g") + list(attribute.graphs)
         name, number = wanted, 1
@@ -98,11 +98,33 @@ class Names:
         return name
 
 
-class _Around(NamedTuple):
-    """Nodes before and after a product."""
+class _Around:
+    """Writes the nodes before and after a product."""
 
-    before: list[onnx.NodeProto]
-    after: list[onnx.NodeProto]
+    def __init__(self, product: onnx.NodeProto, names: Names) -> None:
+        self.nodes: tuple[list[onnx.NodeProto], list[onnx.NodeProto]] = [], []
+        self._names = names
+        self._product = self._last = product
+        self._y = product.output[0]
+
+    def before(self, op: str, *inputs: str, **attributes: Any) -> str:
+        """A node before the product; its value."""
+        self.nodes[0].append(self._made(op, inputs, self._names.free(f"{self._y}/{op}"), attributes))
+        return self.nodes[0][-1].output[0]
+
+    def number(self, value: float) -> str:
+        """A FLOAT scalar."""
+        return self.before("Constant", value=onnx.helper.make_tensor("", onnx.TensorProto.FLOAT, [], [value]))
+
+    def after(self, op: str, *inputs: str, **attributes: Any) -> None:
+        """A node of the last value so far, which makes the product's output from now on."""
+        self._last.output[0] = self._names.free(f"{self._y}/{self._last.op_type}")
+        self._last = self._made(op, (self._last.output[0], *inputs), self._y, attributes)
+        self.nodes[1].append(self._last)
+
+    def _made(self, op: str, inputs: Sequence[str], output: str, attributes: dict[str, Any]) -> onnx.NodeProto:
+        name = self._names.free(f"{self._product.name}/{op}") if self._product.name else ""
+        return onnx.helper.make_node(op, inputs, [output], name, **attributes)
 
 
 class _Scope:
@@ -232,62 +254,40 @@ def _declare(owner: Any, added: dict[Any, NewTensor]) -> list[NewTensor]:
 def _replace(node: onnx.NodeProto, proof: Proof, inputs: Sequence[str], names: Names) -> _Around:
     """Make a node the proof's operator; its name, doc_string and metadata_props stay.
 
-    Returns what the product has around it: the last of these nodes has its outputs then.
+    Returns what the product has around it: the last of these nodes has its outputs then. What scales a half product,
+    or its bias, is float32 as in onnx.reference and onnxruntime: it is rounded once, at the end.
     """
-    product, around, last = proof.product, _Around([], []), node
-    x, y = product.x, node.output[0]
-
-    def follow(op: str, inputs: Sequence[str], **attributes: Any) -> None:
-        nonlocal last
-        last.output[0] = names.free(f"{y}/{last.op_type}")
-        last = onnx.helper.make_node(op, [last.output[0], *inputs], [y], _named_after(node, op), **attributes)
-        around.after.append(last)
-
-    def scalar(value: float, what: str) -> str:
-        tensor = onnx.helper.make_tensor("", ONNX_DTYPE[proof.dtype], [], [value])
-        name = names.free(f"{y}/{what}")
-        around.before.append(onnx.helper.make_node("Constant", [], [name], _named_after(node, what), value=tensor))
-        return name
-
-    def turned(value: str) -> str:
-        name = names.free(f"{value}/Transpose")
-        around.before.append(
-            onnx.helper.make_node("Transpose", [value], [name], _named_after(node, "Transpose"), perm=[1, 0])
-        )
-        return name
-
-    x = turned(x) if product.transpose_x else x
+    product, writer = proof.product, _Around(node, names)
+    x = writer.before("Transpose", product.x, perm=[1, 0]) if product.transpose_x else product.x
     node.op_type, node.domain = proof.op, DOMAIN
     node.ClearField("overload")
     node.ClearField("input")
     node.input.extend((x, *inputs))
     node.ClearField("attribute")
     node.attribute.extend(onnx.helper.make_attribute(name, value) for name, value in proof.attributes.items())
+    wide = proof.dtype != "float32" and (product.alpha, product.beta) != (1, 1)
     if product.transpose_y:
-        follow("Transpose", [], perm=[1, 0])
+        writer.after("Transpose", perm=[1, 0])
+    if wide:
+        writer.after("Cast", to=onnx.TensorProto.FLOAT)
     if product.alpha != 1:
-        follow("Mul", [scalar(product.alpha, "alpha")])
-    if product.bias and product.beta != 1:
-        scaled = names.free(f"{y}/bias")
-        bias = [product.bias, scalar(product.beta, "beta")]
-        around.before.append(onnx.helper.make_node("Mul", bias, [scaled], _named_after(node, "bias")))
-        follow("Add", [scaled])
-    elif product.bias:
-        follow("Add", [product.bias])
-    return around
-
-
-def _named_after(node: onnx.NodeProto, what: str) -> str:
-    return f"{node.name}/{what}" if node.name else ""
+        writer.after("Mul", writer.number(product.alpha))
+    if product.bias:
+        bias = writer.before("Cast", product.bias, to=onnx.TensorProto.FLOAT) if wide else product.bias
+        bias = writer.before("Mul", bias, writer.number(product.beta)) if product.beta != 1 else bias
+        writer.after("Add", bias)
+    if wide:
+        writer.after("Cast", to=ONNX_DTYPE[proof.dtype])
+    return writer
 
 
 def _insert_around(scope: _Scope) -> None:
     """Put in the nodes around the products of a scope, whose dead nodes are gone; the others are not copied."""
-    if not any(around.before or around.after for around in scope.around.values()):
+    if not any(any(around.nodes) for around in scope.around.values()):
         return
     order: list[tuple[int, int]] = [(index, 0) for index in range(len(scope.nodes)) if index not in scope.dead_nodes]
     for index, around in scope.around.items():
-        for side, nodes in ((-1, around.before), (1, around.after)):
+        for side, nodes in zip((-1, 1), around.nodes, strict=True):
             scope.owner.node.extend(nodes)
             order += [(index, side)] * len(nodes)
     place = iter(order)
