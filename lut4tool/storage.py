@@ -37,6 +37,9 @@ _PATIENCE, _PAUSE = 600.0, 0.05
 #: Bytes read at a time.
 _PIECE = 1 << 22
 
+#: Dims of more are refused: the largest that NumPy has, elements of 8 bytes included.
+_MOST_DIMS, _MOST_ELEMENTS = 64, 1 << 59
+
 PathLike = str | os.PathLike[str]
 
 
@@ -117,6 +120,8 @@ def nbytes(tensor: onnx.TensorProto) -> int:
         raise StorageError(f"tensor '{tensor.name}' has unknown type {tensor.data_type}") from error
     if any(dim < 0 for dim in tensor.dims):
         raise StorageError(f"tensor '{tensor.name}' has negative dims {list(tensor.dims)}")
+    if len(tensor.dims) > _MOST_DIMS or math.prod(dim or 1 for dim in tensor.dims) >= _MOST_ELEMENTS:
+        raise StorageError(f"tensor '{tensor.name}' has dims {list(tensor.dims)[:8]}..., which no array can have")
     return -(-math.prod(tensor.dims) * bits // 8)
 
 

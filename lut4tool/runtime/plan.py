@@ -43,6 +43,10 @@ WIDENED = 4
 _WIDENING = ("Cast", "DequantizeLinear", "Mul", "Sub", "Add", "Transpose")
 #: And these on floats: a weight that its producer has cut and put together comes out as its operator wants it.
 _MOVING = ("Concat", "Reshape", "Slice", "Squeeze", "Unsqueeze")
+#: Nodes that functions may bring in when they are inlined: some that call each other twice would have billions.
+INLINED = 1 << 16
+#: After so many problems the rest of a model is not looked at.
+PROBLEMS = 500
 #: Functions that call functions, at most so deep: ONNX forbids recursion.
 DEPTH = 50
 
@@ -158,6 +162,7 @@ class _Planner:
         self.subgraphs: dict[str, Graph] = {}
         self.functions = {(_domain(f.domain), f.name, f.overload): f for f in model.functions}
         self.types: dict[str, onnx.TypeProto] | None = None
+        self.inlined = 0
 
     def plan(self) -> Plan:
         graph, body = self.model.graph, Body(Scope(), Block(), _versions(self.model.opset_import))
@@ -190,6 +195,9 @@ class _Planner:
 
     def problem(self, text: str) -> None:
         self.problems[text] = None
+        if len(self.problems) == PROBLEMS:
+            self.problems[f"and more: it was looked at no further after {PROBLEMS} reasons"] = None
+            raise Unsupported(_report(list(self.problems)))
 
     # -- names and slots
 
@@ -305,6 +313,10 @@ class _Planner:
             return
         if body.scope.depth >= DEPTH:
             self.problem(f"node '{site.name}': functions call each other more than {DEPTH} deep: {kind} calls itself")
+            return
+        self.inlined += len(function.node)
+        if self.inlined > INLINED:
+            self.problem(f"functions call functions until there are more than {INLINED} nodes: {kind} at the last")
             return
         scope = Scope(site.name + "/", None, body.scope.depth + 1)
         absent = [Value()] * (len(function.input) - len(site.inputs))
@@ -505,13 +517,16 @@ class _Planner:
         return onnx.helper.get_attribute_value(attribute)
 
     def dense(self, sparse: onnx.SparseTensorProto) -> np.ndarray:
-        """A sparse tensor as a dense array: its indices are flat [n] or coordinates [n, rank]."""
+        """A sparse tensor as a dense array: its indices are flat [n] or coordinates [n, rank]. Raises StorageError."""
         values, indices = self.tensors.array(sparse.values), self.tensors.array(sparse.indices)
-        dense = np.zeros(tuple(sparse.dims), values.dtype)
-        if indices.ndim == 1:
-            dense.reshape(-1)[indices] = values
-        else:
-            dense[tuple(indices.T)] = values
+        try:
+            dense = np.zeros(tuple(sparse.dims), values.dtype)
+            if indices.ndim == 1:
+                dense.reshape(-1)[indices] = values
+            else:
+                dense[tuple(indices.T)] = values
+        except (ValueError, IndexError, TypeError, MemoryError) as error:
+            raise StorageError(f"the sparse tensor '{sparse.values.name}' is no array: {error}") from error
         return dense
 
 
