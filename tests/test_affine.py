@@ -75,7 +75,9 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "arithmetic in float16": {**ARITHMETIC, "scales": "float16", "float_points": True},
     "arithmetic in bfloat16": {**ARITHMETIC, "scales": "bfloat16", "cast": "float32"},
 }
-KEPT = {"nibbles in blocks", *(name for name in SPELLINGS if name.startswith("arithmetic"))}
+#: Rows of whole blocks, low nibble first: the bytes stay, whatever type and shape they had.
+KEPT = {"whole blocks", "one scale a column", "nibbles in blocks", "nibbles, flat", "nibbles cast first"}
+KEPT |= {"nibbles, one scale a column", *(name for name in SPELLINGS if name.startswith("arithmetic"))}
 #: It has no Identity and no Reshape of 4-bit types.
 NOT_IN_ONNXRUNTIME = {"Identity everywhere", "nibbles cast first"}
 
@@ -270,7 +272,7 @@ def test_a_large_weight_is_sampled_and_a_wrong_one_is_caught(spelling: dict[str,
 
 def test_external_data(tmp_path: Path) -> None:
     """Codes are read from one file and written, laid out anew, to another; kept bytes stay where they are."""
-    for name, spelling, files in (("new", {"kind": "int4"}, 2), ("old", {**NIBBLES, "bytes": "blocks"}, 1)):
+    for name, spelling, files in (("new", {"kind": "int4"}, 2), ("uint4", {}, 1), ("bytes", NIBBLES, 1)):
         built = build_affine(k=1024, n=2500, block=32, **spelling)
         folder = tmp_path / name
         folder.mkdir()

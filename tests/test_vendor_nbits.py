@@ -61,7 +61,7 @@ def test_every_layout(zeros: str, flat: str, k: int, block: int, bias: bool) -> 
     flat = " ".join(part for part in flat.split() if part != "zeros" or zeros != "none")
     model, feeds, weight = nbits(k=k, block=block, zeros=zeros, flat=flat, bias=bias)
     after, proof = rewritten(model)
-    assert proof.kept  # bytes whose axes run together are not copied
+    assert proof.kept
     np.testing.assert_array_equal(decode_qmm(Layout(proof, Tensors(None)).weight()), weight.astype(np.float32))
     added = next((numpy_helper.to_array(t) for t in model.graph.initializer if t.name == "bias"), None)
     back = copy.deepcopy(after)

@@ -92,10 +92,8 @@ def dequantized(walk: Walk, site: Place, weight: Value, flipped: bool) -> Proof:
 
     types = Types(weight_dtype, cast or weight_dtype)
     by_block, by_column = shape == grid.scales, shape == (grid.columns,)
-    packed = qmm.packed_shape(grid)
-    kept = codes.kept(packed) and grid.axis == 1
     roles: dict[str, str | Laid] = {
-        "packed": codes.constant.name if kept else codes.laid(qmm.pack, packed, grid.block, grid.axis, grid.depth),
+        "packed": codes.packed(grid),
         "scales": scales.name if by_block and grid.axis == 1 else qmm.scales(scales, grid, weight_dtype),
         "zero_points": qmm.one_point(_MIDDLE[codes.kind])
         if points is None
@@ -146,15 +144,20 @@ class _Codes:
     def __str__(self) -> str:
         return str(self.constant)
 
-    def kept(self, shape: tuple[int, ...]) -> bool:
-        """Whether the bytes are what QMM holds in this shape."""
-        nibbles = bool(self.reshape) and self.low_first and self.row == 2 * prod(shape[1:])
-        return nibbles and self.constant.shapes == {shape}
+    def packed(self, grid: Grid) -> str | Laid:
+        """What QMM holds of these codes: the bytes themselves where they lie as it wants them."""
+        shape = qmm.packed_shape(grid)
+        row = self.row or self.shape[-1]
+        same = grid.axis == 1 and row == grid.blocks * grid.block and self.kind == TensorProto.UINT4 and self.low_first
+        if self.reshape and same:
+            name, whole = self.constant.name, self.constant.shapes == {shape}
+            return name if whole else Laid(qmm.lay_flat, (name,), shape[1:], TensorProto.UINT8, shape, view=True)
+        return self.laid(qmm.pack, shape, grid.block, grid.axis, grid.depth, view=same)
 
-    def laid(self, make: Callable[..., np.ndarray], shape: tuple[int, ...], *settings: int) -> Laid:
+    def laid(self, make: Callable[..., np.ndarray], shape: tuple[int, ...], *settings: int, view: bool = False) -> Laid:
         """What a function of qmm.py makes of these codes."""
         how = (self.row, self.shape[-1] if self.row else 0, self.low_first)
-        return Laid(make, (self.constant.name,), (*settings, *how), TensorProto.UINT8, shape)
+        return Laid(make, (self.constant.name,), (*settings, *how), TensorProto.UINT8, shape, view)
 
     def unit(self, grid: Grid) -> Axis | None:
         """Where one of N lies in the constant; None where that is not whole bytes."""
