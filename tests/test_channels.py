@@ -6,9 +6,9 @@ import numpy as np
 import onnx
 import onnx.reference
 import pytest
+from places import compute_in
 
-from lut4tool.runtime import Runtime, dtypes
-from lut4tool.runtime.backend import mx
+from lut4tool.runtime import Runtime
 
 RANDOM = np.random.default_rng(3)
 
@@ -25,7 +25,7 @@ RANDOM = np.random.default_rng(3)
 def test_a_constant_weight_is_laid_out_once(
     shape: tuple[int, ...], group: int, dtype: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dtypes, "HOST", mx.gpu)
+    compute_in("mlx", monkeypatch)
     weight = RANDOM.standard_normal(shape).astype(dtype)
     x = RANDOM.standard_normal((2, shape[1] * group, *[9] * (len(shape) - 2))).astype(dtype)
     kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
@@ -51,7 +51,7 @@ def test_a_constant_weight_is_laid_out_once(
 
 
 def test_a_weight_that_is_computed_stays_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dtypes, "HOST", mx.gpu)
+    compute_in("mlx", monkeypatch)
     text = "agraph (float[n, c, h, w] x, float[m, c, k, l] u) => (float[n, m, p, q] y) { v = Relu(u) y = Conv(x, v) }"
     proto = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}')
     shapes = {"x": (1, 2, 5, 5), "u": (3, 2, 2, 2)}

@@ -18,6 +18,7 @@ import onnx.reference
 import pytest
 from backend_cases import node_tests, reason_to_fail, value
 from decoders import CARRY, VOCABULARY, concat, decoder, gqa
+from places import HAS_GPU, compute_in
 
 from lut4tool.runtime import Runtime, backend, dtypes, regions
 from lut4tool.runtime.backend import BackendError, mx
@@ -25,7 +26,6 @@ from lut4tool.runtime.graph import RunError
 from lut4tool.runtime.profile import Profile
 from lut4tool.runtime.regions import KEPT, REMEMBERED, Region
 
-HAS_GPU = mx.is_available(mx.Device(mx.gpu))
 FUSES = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="MLX fuses with g++ on a CPU")
 
 
@@ -34,8 +34,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compile: on a GPU as ever; on a CPU as on a GPU, where the backend has turned MLX's compiler off."""
     monkeypatch.delenv("MLX_DISABLE_COMPILE", raising=False)
     monkeypatch.delenv(regions.SWITCH, raising=False)
-    if not HAS_GPU:
-        monkeypatch.setattr(dtypes, "HOST", mx.gpu)
+    compute_in("mlx", monkeypatch)
     mx.enable_compile()
     yield
     if not HAS_GPU:
@@ -333,9 +332,9 @@ def test_nothing_is_compiled_where_mlx_would_fuse_all_the_same(monkeypatch: pyte
     assert found(runtime) == []
 
 
-def test_on_a_cpu_nothing_is_compiled() -> None:
-    if not HAS_GPU:
-        dtypes.HOST = mx.cpu  # the fixture puts it back
+def test_on_a_cpu_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dtypes, "HOST", mx.cpu)
+    compute_in("numpy", monkeypatch)
     runtime = Runtime(model(SHAPES, w=SQUARE), device="cpu")
     assert backend.kind(runtime.device) == "cpu"
     assert found(runtime) == []
