@@ -29,7 +29,7 @@ from rich.table import Table
 
 from lut4tool.produce import quantize_file
 from lut4tool.rewrite import rewrite
-from lut4tool.runtime import Runtime, regions
+from lut4tool.runtime import Runtime
 from lut4tool.runtime.regions import SWITCH, Region
 from models.feeds import feeds
 from models.fetch import fetch, light_models
@@ -131,14 +131,14 @@ def measured(what: Subject) -> list[str]:
             each.results = each.run()
             each.milliseconds.append(1e3 * (time.perf_counter() - start))
         worst = max(worst, *map(difference, forms[0].results, forms[1].results))
-    numbers = regions.numbers(forms[1].runtime.plan)
+    sizes = [len(steps) for graph in forms[1].runtime.plan.graphs() for steps in graph.regions()]
     steps, made = len(forms[1].runtime.plan.steps()), compilations(forms[1].runtime)
     before, after = (statistics.median(each.milliseconds[what.runs // 2 :]) for each in forms)
     early = " ".join(f"{cost:.0f}" for cost in forms[1].milliseconds[:6])
     return [
         what.name,
         str(steps),
-        f"{len(numbers)} in {len(set(numbers.values()))}",
+        f"{sum(sizes)} in {len(sizes)}",
         str(made),
         f"{before:.2f}",
         f"{after:.2f}",

@@ -175,6 +175,7 @@ def test_a_step_that_reads_values_parts_two_regions_and_its_error_names_it() -> 
     at = np.array([2, 0, -1])
     check(runtime, proto, {**rows(3), "at": at}, times=3)
     assert compiled(runtime) == [["MatMul", "Transpose"], ["Transpose", "MatMul"]]
+    assert [row["region"] for row in runtime.plan.describe()] == ["1", "1", "", "2", "2"]
     with pytest.raises(RunError, match=r"node 'Gather_2' \(Gather\) failed: .*index 3 is out of range"):
         runtime.run(None, {**rows(3), "at": at + 1})
     check(runtime, proto, {**rows(3), "at": at})

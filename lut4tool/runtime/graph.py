@@ -50,7 +50,7 @@ class Step:
 
 
 #: What runs a step: its call, the slot of a single result or -1, the slots of its results, those to empty, the step.
-#: What runs several (see regions.py) writes the frame itself, names the node that fails and has no step.
+#: What runs several, a region (see regions.py), writes the frame itself, names the node that fails and has no step.
 Line = tuple[Call, int, tuple[int, ...], tuple[int, ...], Step | None]
 
 
@@ -106,6 +106,11 @@ class Graph:
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self._emptied = tuple(slot for slot in dict.fromkeys((*self.outputs, *self.inputs)) if slot in own)
         self.watch(lambda step: step.call)
+
+    def regions(self) -> list[tuple[Step, ...]]:
+        """The steps of each region that serves a run, or before the first run may."""
+        several: list[Any] = [call for call, *_, step in self.lines if step is None]
+        return [steps for region in several for steps in region.serving()]
 
     def watch(self, calls: Callable[[Step], Call]) -> None:
         """Run what `calls` gives for each step in the place of its call (a profile's way in)."""

@@ -105,23 +105,28 @@ class Plan:
         return [step for graph in self.graphs() for step in graph.steps]
 
     def describe(self) -> list[dict[str, str]]:
-        """One row a step: node, op, where, and why other kernels were refused.
+        """One row a step: node, op, where, region, and why other kernels were refused.
 
         where: a kernel's name; "host" for what runs on the host on any device: strings, sequences, optionals, maps,
         types that MLX lacks, images, ai.onnx.ml, shapes that depend on data; "shape" for arithmetic on shapes and small
         constants, which stays on the host; "fused into" the node whose step does its work too; else `place`.
+        region: the number of the region that it is compiled in on a GPU, "" outside (see regions.py).
         """
+        regions = [steps for graph in self.graphs() for steps in graph.regions()]
+        numbers = {id(step): str(number) for number, steps in enumerate(regions, 1) for step in steps}
         rows = []
         for step in self.steps():
             choice = self.kernels.get(step.name)
             row = {"node": step.name, "op": f"{step.operator.domain or 'ai.onnx'}::{step.operator.name}"}
             where = "host" if step.host else "shape" if step.shape else self.place
             row["where"] = choice.name if choice is not None else where
+            row["region"] = numbers.get(id(step), "")
             row["refused"] = "; ".join(f"{name}: {why}" for name, why in choice.refusals.items()) if choice else ""
             rows.append(row)
             for part in step.fused:
                 kind = f"{part.operator.domain or 'ai.onnx'}::{part.operator.name}"
-                rows.append({"node": part.name, "op": kind, "where": f"fused into {step.name}", "refused": ""})
+                where = f"fused into {step.name}"
+                rows.append({"node": part.name, "op": kind, "where": where, "region": "", "refused": ""})
         return rows
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,12 +65,6 @@ def install(plan: Plan) -> None:
         graph.lines = _grouped(graph.steps, marks, make)
 
 
-def numbers(plan: Plan) -> dict[int, int]:
-    """The number of the region that each step is in, by the step's id; in the first run it may still fall apart."""
-    regions = [region for graph in plan.graphs() for region in _serving(graph.lines)]
-    return {id(step): number for number, region in enumerate(regions, 1) for step in region.steps}
-
-
 class Region:
     """Consecutive steps of a graph. Calling it runs them on the graph's frame; an error names the node that failed.
 
@@ -108,6 +102,13 @@ class Region:
         elif not self.whole or not self._run_function():
             self._run_lines()
         return ()
+
+    def serving(self) -> list[tuple[Step, ...]]:
+        """The steps of each region that serves, or may: one never compiled as a whole gives way to its parts."""
+        parts = [steps for part in _regions(self.lines) for steps in part.serving()]
+        if any(self.functions.values()) or (self.whole is not False and not parts):
+            return [self.steps]
+        return parts
 
     # -- compiled
 
@@ -266,13 +267,6 @@ def _grouped(steps: Sequence[Step], marks: Sequence[bool], region: Callable[[Seq
             lines.append((region(steps[start:stop]), -1, (), (), None))
             start = stop
     return lines
-
-
-def _serving(lines: Sequence[Line]) -> Iterator[Region]:
-    """The regions that serve, or may: one that was never compiled as a whole gives way to those it has become."""
-    for region in _regions(lines):
-        parts = list(_serving(region.lines))
-        yield from ([region] if any(region.functions.values()) or (region.whole is not False and not parts) else parts)
 
 
 def _regions(lines: Sequence[Line]) -> list[Region]:
