@@ -49,7 +49,7 @@ def _prove(walk: Walk, site: Place, known: Known) -> Proof:
     """The proof of one product; `known` is shared by those that share a weight. Raises Refuse."""
     if (site.node.domain, site.node.op_type) in VENDOR_PRODUCTS:
         site.require(not walk.is_own(site.node), f"{site.node.op_type} is a function of this model, not an operator")
-        return chains.VENDOR_PROOFS[site.node.op_type](walk, site)
+        return _seen(walk, site, chains.VENDOR_PROOFS[site.node.op_type](walk, site))
     try:
         return _prove_operands(walk, site, operands(walk, site), known)
     except Refuse:
@@ -69,6 +69,11 @@ def _prove_operands(walk: Walk, site: Place, found: Operands, known: Known) -> P
     proof = known[weight, flipped]
     if isinstance(proof, Refuse):
         raise proof
+    return replace(_seen(walk, site, proof), site=site.site, product=product)
+
+
+def _seen(walk: Walk, site: Place, proof: Proof) -> Proof:
+    """The proof, whose constants that are kept must mean at the site what they mean in its chain. Raises Refuse."""
     for name in proof.inputs[1:]:
         walk.find(site.scope, name, site)
-    return replace(proof, site=site.site, product=product)
+    return proof

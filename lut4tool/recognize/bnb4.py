@@ -35,8 +35,9 @@ def matmul_bnb4(walk: Walk, site: Place) -> Proof:
     rows, cols, block, table = facts["N"], facts["K"], facts["block_size"], _CODEBOOKS[facts["quant_type"]]
     count, blocks = (rows * cols + 1) // 2, -(-rows * cols // block)
     walk.find(site.scope, node.input[0], site)
-    packed = leaves.read(walk.find(site.scope, node.input[1], site), site, "B", frozenset({TensorProto.UINT8}), "UINT8")
-    scales = leaves.floats(walk.find(site.scope, node.input[2], site), site, "absmax")
+    values = [walk.source(walk.find(site.scope, name, site), site) for name in node.input[1:]]
+    packed = leaves.read(values[0], site, "B", frozenset({TensorProto.UINT8}), "UINT8")
+    scales = leaves.floats(values[1], site, "absmax")
     roles = {
         "packed": _flat(site, "B", packed, count),
         "scales": _flat(site, "absmax", scales, blocks),

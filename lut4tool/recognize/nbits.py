@@ -62,10 +62,7 @@ def matmul_nbits(walk: Walk, site: Place) -> Proof:
         shapes=spelling.shapes(grid),
     )
     product = Product(given["A"], bias=given.get("bias", ""))
-    proof = qmm.proof(site, product, weight, False, tuple(spelling.nodes), {}, found)
-    for name in proof.inputs[1:]:
-        walk.find(site.scope, name, site)
-    return proof
+    return qmm.proof(site, product, weight, False, tuple(spelling.nodes), {}, found)
 
 
 def _given(walk: Walk, site: Place) -> dict[str, str]:
