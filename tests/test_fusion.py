@@ -273,9 +273,10 @@ def test_a_filled_weight_is_made_once():
     proto = model(f"g (float[N, 4, H, W] x) => (float[N, K, P, Q] y) {{ {text} }}")
     runtime = Runtime(proto)
     assert [step.operator.name for step in runtime.plan.steps()] == ["Conv"]
-    wide = model(
-        "g (float[N] x) => (float[N] y) { s = Constant<value = int64[2] {1000, 1000}>() k = ConstantOfShape(s) r = ReduceSum(k) y = Add(x, r) }"
-    )
+    text = """
+        s = Constant<value = int64[2] {1000, 1000}>() k = ConstantOfShape(s)
+        r = ReduceSum(k) y = Add(x, r)"""
+    wide = model(f"g (float[N] x) => (float[A, B] y) {{ {text} }}")
     assert [step.operator.name for step in Runtime(wide).plan.steps()] == ["ReduceSum", "Add"]
     assert len(session(proto).run(None, IMAGE)[0]) == 2
 

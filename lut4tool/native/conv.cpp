@@ -115,6 +115,15 @@ void run_segment(const Stages &stages, const std::vector<Operand> &operands, flo
     }
 }
 
+// Whether planes that follow each other may be taken for one.
+bool alike(const Stages &stages, const std::vector<Operand> &operands) {
+    for (const Stage &stage : stages)
+        if (stage.kind == Stage::channel_affine || stage.kind == Stage::point_affine) return false;
+    for (const Operand &operand : operands)
+        if (operand.plane) return false;
+    return true;
+}
+
 void run_range(const Stages &stages, const std::vector<Operand> &operands, float *v, size_t count, size_t plane,
                size_t channel, size_t points, size_t first) {
     for (size_t at = 0; at < count; at += SEGMENT)
@@ -244,6 +253,7 @@ struct Work {
     float *y;
     const Stages &stages;
     const std::vector<Operand> &operands;
+    bool alike;  // the stages do the same to every channel
 };
 
 // Copy a tile's points [first, first + count) of the layout, v, to where they belong in a channel's plane of y, that of
@@ -290,9 +300,11 @@ void multiply_region(const Work &work, const Region &region, const Layout &layou
             for (size_t r = 0; !direct && r < real; ++r)
                 scatter(s, region, layout, tile + r * some * lanes, first, count, target + r * points);
         }
+        const bool together = work.alike && region.rows * region.columns == points;  // the block's planes as one
         for (size_t i = 0; !work.stages.empty() && i < region.images; ++i)
-            for (size_t r = 0; r < real; ++r)
-                run_range(work.stages, work.operands, target + i * image + r * points + begin, region.rows * region.columns,
+            for (size_t r = 0; r < (together ? 1 : real); ++r)
+                run_range(work.stages, work.operands, target + i * image + r * points + begin,
+                          region.rows * region.columns * (together ? real : 1),
                           (region.image + i) * s.groups * s.kernels + channel + r, channel + r, points, begin);
     }
 }
@@ -383,7 +395,7 @@ void convolve(const Convolution &s, const PackedWeights &weights, const float *x
     const Region size = region_of(s, threads);
     const size_t down = divided(s.out[0], size.rows), across = divided(s.out[1], size.columns);
     const size_t regions = down * across, parts = divided(s.batch, size.images) * s.groups * regions;
-    const Work work{s, weights, x, y, stages, operands};
+    const Work work{s, weights, x, y, stages, operands, alike(stages, operands)};
     const auto region_at = [&](size_t part, size_t &group) {
         Region region = size;
         group = part / regions % s.groups;

@@ -1,4 +1,4 @@
-// Pools over two spatial axes: one pass along the lines, one across them.
+// Pools over two spatial axes: first across the lines, then along them.
 #pragma once
 
 #include <cstddef>
