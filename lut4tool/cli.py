@@ -65,7 +65,9 @@ def main() -> None:
 
 
 def _fail(message: str, status: int) -> None:
-    print("lut4tool: " + " ".join(message.split()), file=sys.stderr)
+    line = " ".join(message.split())
+    printable = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line)  # of names, for a terminal
+    print("lut4tool: " + printable, file=sys.stderr)
     sys.exit(status)
 
 

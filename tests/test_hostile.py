@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hostile import CASES, COMMANDS, LIMIT
 from onnx import TensorProto
 
 from lut4tool import native
@@ -75,3 +78,78 @@ def test_a_bus_error_elsewhere_still_ends_the_process(tmp_path: Path) -> None:
     )
     assert done.stdout == "0 True\n"
     assert done.returncode == -signal.SIGBUS, done.stderr
+
+
+#: Those of a second and more.
+SLOW = ("1,000,000 attributes", "functions_that_call_two_with_a_chain")
+#: Megabytes of a process that read all these models, imports included; the million attributes take 1.8 GB.
+PEAK = 700
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    """What each command said of each model; all of them in one process."""
+    return ask(tmp_path_factory.mktemp("hostile"), [name for name in CASES if name not in SLOW])
+
+
+def ask(folder: Path, names: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
+    command = [sys.executable, Path(__file__).with_name("hostile.py"), folder, *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, (lines[-1:], done.stderr[-2000:])
+    return {(line["case"], line["command"]): line for line in lines if "status" in line}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_hostile_model_is_served_or_refused_in_words(said: dict[tuple[str, str], Any], command: str) -> None:
+    for (name, title), answer in said.items():
+        if title == command:
+            check(name, answer)
+            assert answer["peak"] < PEAK, name
+
+
+def check(name: str, answer: dict[str, Any]) -> None:
+    last = (answer["stderr"].splitlines() or [""])[-1]
+    assert answer["status"] in (0, 1, 3), (name, answer)
+    assert "internal error" not in last, (name, last)
+    assert "Traceback" not in answer["stderr"], name
+    assert answer["status"] != 1 or last.startswith("lut4tool: "), (name, last)
+    assert "\x1b" not in answer["stderr"], name  # a name does not steer the terminal
+    assert answer["seconds"] < LIMIT, name
+
+
+#: A sentence for each kind of harm: what is refused is this, not something before it.
+SENTENCES = {
+    ("dims 1099511627776x1099511627776", "run"): "which no array can have",
+    ("external dims 0x4611686018427387904x4611686018427387904", "run"): "which no array can have",
+    ("place offset -5", "run"): "offset -5",
+    ("place offset 2^70", "run"): "ends at byte",
+    ("place absolute", "run"): "absolute path",
+    ("place parent", "run"): "leads outside the model's folder",
+    ("place link", "run"): "leads outside the model's folder",
+    ("place link to a device", "run"): "leads outside the model's folder",
+    ("place pipe", "run"): "not a regular file",
+    ("place its own model", "run"): "ends at byte",
+    ("sparse index too large", "run"): "is no array",
+    ("cycle", "run"): "has a cycle",
+    ("a_name_twice", "run"): "defined twice",
+    ("graphs_ten_thousand_deep", "inspect"): "not an ONNX model",
+    ("100,000 attributes", "run"): "no further after 500 reasons",
+    ("functions_that_call_two", "run"): "more than 65536 nodes",
+    ("a_function_that_calls_itself", "run"): "calls itself",
+    ("a_name_that_is_not_utf_8", "rewrite"): "is not UTF-8",
+    ("random_bytes", "quantize"): "not an ONNX model",
+}
+
+
+@pytest.mark.parametrize(("name", "command"), SENTENCES)
+def test_what_is_refused_is_the_harm(said: dict[tuple[str, str], Any], name: str, command: str) -> None:
+    assert SENTENCES[name, command] in said[name, command]["stderr"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_a_large_hostile_model(tmp_path: Path, name: str) -> None:
+    for answer in ask(tmp_path, [name]).values():
+        check(name, answer)
+        assert answer["peak"] < 3 * PEAK

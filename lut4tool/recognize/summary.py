@@ -139,4 +139,7 @@ def _all_nodes(nodes: Any) -> Iterator[onnx.NodeProto]:
         for node in waiting.pop():
             yield node
             for attribute in node.attribute:
-                waiting.extend(graph.node for graph in (attribute.g, *attribute.graphs) if graph.node)
+                if attribute.type == onnx.AttributeProto.GRAPH:
+                    waiting.append(attribute.g.node)
+                elif attribute.type == onnx.AttributeProto.GRAPHS:
+                    waiting.extend(graph.node for graph in attribute.graphs)

@@ -374,7 +374,8 @@ class _Planner:
         if run is None:
             return
         size = len(self.frame)
-        call, slots = self.call(run, row, site.inputs)
+        read = [site.inputs[place] for place in getattr(run, "reads", range(len(site.inputs)))]
+        call, slots = self.call(run, row, read)
         if not row.planned and schema is not None and not is_random(schema) and self.fold(site, call):
             self.release(site, size)
             return
@@ -388,7 +389,7 @@ class _Planner:
         )
         hosted = types.on_host(row, len(site.outputs), [*given, *kinds], self.device)
         step = Step(site.name, row, call, slots, outputs, host=hosted, shape=host and not hosted)
-        planned = Planned(run, site.inputs, site.attributes, bool(kinds) and kinds[0] == "tensor(float)")
+        planned = Planned(run, read, site.attributes, bool(kinds) and kinds[0] == "tensor(float)")
         site.body.block.add(step, site.subgraphs, planned)
 
     def prepared(self, site: Site, row: Operator) -> Callable[..., Any] | None:
