@@ -432,6 +432,13 @@ def given(index: int, name: str) -> Edit:
     return edit
 
 
+def own_function(model: onnx.ModelProto) -> None:
+    """Let the model define MatMulNBits itself."""
+    body = [helper.make_node("Add", ["a", "b"], ["c"])]
+    imports = [helper.make_opsetid("", 17)]
+    model.functions.append(helper.make_function("com.microsoft", "MatMulNBits", ["a", "b"], ["c"], body, imports))
+
+
 def hidden_bytes(model: onnx.ModelProto) -> None:
     """Put the node into a branch that defines a B of its own, and read the outer one through an Identity."""
     node = copy.deepcopy(find_node(model, "nbits"))
@@ -450,6 +457,7 @@ def scalar(name: str) -> TensorProto:
 
 VENDOR = [
     vendor("opset", "opset 12, not one of 13 to 28", imports(12)),
+    vendor("own function", "MatMulNBits is a function of this model, not an operator", own_function),
     vendor("no opset", "opset none, not one of 13 to 28", lambda m: m.opset_import.pop(0)),
     vendor("seven inputs", "MatMulNBits with 7 inputs, not 3 to 6", given(6, "scales")),
     vendor("two outputs", "MatMulNBits with 2 outputs, not one", lambda m: find_node(m, "nbits").output.append("z")),
