@@ -7,21 +7,24 @@ import copy
 import functools
 import sys
 import types
+import unittest.mock
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
 import pytest
 from mutants import MUTANTS
 from mutants_affine import AFFINE
+from mutants_bnb4 import BNB4
 from mutants_of_forms import MUTANTS_OF_FORMS
 
 import lut4tool.recognize
-from lut4tool.recognize import recognize
+from lut4tool.recognize import recognize, walk
 
 FOLDER = Path(lut4tool.recognize.__file__).parent
 #: Callees first.
-FILES = ("walk", "clauses", "placing", "lookup", "qmm", "affine", "nbits", "chains", "products")
+FILES = ("walk", "clauses", "placing", "lookup", "qmm", "affine", "nbits", "bnb4", "chains", "products")
 MODULES = {name: f"lut4tool.recognize.{name}" for name in FILES}
 MODULES["__init__"] = "lut4tool.recognize"
 
@@ -43,18 +46,49 @@ KEPT = {
 
 
 #: Modules whose checks mutants of their own show; they are recognized with the vendor's operators.
-OWN = {"qmm": AFFINE, "affine": AFFINE, "nbits": AFFINE, "__init__": [*MUTANTS, *AFFINE]}
+OWN = {"qmm": AFFINE, "affine": AFFINE, "nbits": AFFINE, "bnb4": BNB4, "__init__": [*MUTANTS, *AFFINE]}
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A mutant's model and sentence, and the lines of the recognizer that its walk stopped in: (module, line)."""
+
+    model: onnx.ModelProto
+    sentence: str
+    lines: frozenset[tuple[str, int]]
 
 
 @functools.cache
-def table(module: str) -> list[tuple[onnx.ModelProto, str]]:
-    """The mutants' models and sentences for a module."""
-    return [(mutant.model(), mutant.sentence) for mutant in OWN.get(module, [*MUTANTS, *MUTANTS_OF_FORMS])]
+def table(module: str) -> list[Row]:
+    """The mutants for a module."""
+    lines: set[tuple[str, int]] = set()
+    real = walk.Refuse.__init__
+
+    def noting(refuse: walk.Refuse, *given: str) -> None:
+        frame = sys._getframe(1)
+        while frame is not None:
+            lines.add((Path(frame.f_code.co_filename).stem, frame.f_lineno))
+            frame = frame.f_back
+        real(refuse, *given)
+
+    rows = []
+    with unittest.mock.patch.object(walk.Refuse, "__init__", noting):
+        for mutant in OWN.get(module, [*MUTANTS, *MUTANTS_OF_FORMS]):
+            model = mutant.model()
+            lines.clear()
+            recognize(model, vendor=module in OWN)
+            rows.append(Row(model, mutant.sentence, frozenset(lines)))
+    return rows
 
 
 @functools.cache
 def source(module: str) -> ast.Module:
     return ast.parse((FOLDER / f"{module}.py").read_text())
+
+
+@functools.cache
+def compiled(module: str) -> types.CodeType:
+    return compile(source(module), f"{module}.py", "exec")
 
 
 def is_call(node: ast.AST, *names: str) -> bool:
@@ -65,30 +99,38 @@ def is_call(node: ast.AST, *names: str) -> bool:
     return (function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")) in names
 
 
-def edits(module: str) -> Iterator[tuple[str, Callable[[ast.Module], None]]]:
-    """Every way to take one check out of a module: (what it is, an edit of a copy of its tree)."""
+Check = tuple[str, range, Callable[[ast.Module], None]]
+
+
+def edits(module: str) -> Iterator[Check]:
+    """Every way to take one check out of a module: (what it is, its lines, an edit of a copy of the tree)."""
     for number, node in enumerate(ast.walk(source(module))):
         if isinstance(node, ast.Expr) and is_call(node.value, "require", "check"):
-            yield short(node), functools.partial(replace_fields, number, value=ast.Constant(None))
-            yield from conditions(number, node.value.args[0] if is_call(node.value, "require") else None)
+            yield short(node), lines_of(node), functools.partial(replace_fields, number, value=ast.Constant(None))
+            yield from conditions(number, node, node.value.args[0] if is_call(node.value, "require") else None)
         elif isinstance(node, ast.If) and is_call(getattr(node.body[0], "value", None), "refuse"):
-            yield short(node), functools.partial(replace_fields, number, test=ast.Constant(False))
-            yield from conditions(number, node.test)
-        elif is_call(node, "node") and ast.unparse(node.func.value) == "trail" and module not in ("walk", "__init__"):
-            yield short(node), functools.partial(any_operator, number)
+            yield short(node), lines_of(node), functools.partial(replace_fields, number, test=ast.Constant(False))
+            yield from conditions(number, node, node.test)
+        elif is_call(node, "node") and ast.unparse(node.func) == "trail.node" and module not in ("walk", "__init__"):
+            yield short(node), lines_of(node), functools.partial(any_operator, number)
         elif isinstance(node, ast.FunctionDef) and node.name.startswith("is_"):
-            yield from conditions(number, node.body[-1].value)
+            yield from conditions(number, node, node.body[-1].value)
 
 
-def conditions(number: int, condition: ast.AST | None) -> Iterator[tuple[str, Callable[[ast.Module], None]]]:
+def conditions(number: int, check: ast.AST, condition: ast.AST | None) -> Iterator[Check]:
     """Every way to leave out one operand of an `and` or `or`, or one side of a chained comparison, in a check."""
     for inner, node in enumerate(ast.walk(condition) if condition else ()):
         if isinstance(node, ast.BoolOp):
             for operand in range(len(node.values)):
                 yield (
                     f"{short(node.values[operand])} of {short(condition)}",
+                    lines_of(check),
                     functools.partial(without_operand, number, inner, operand),
                 )
+
+
+def lines_of(node: ast.AST) -> range:
+    return range(node.lineno, node.end_lineno + 1)
 
 
 def replace_fields(number: int, tree: ast.Module, **fields: ast.AST) -> None:
@@ -127,35 +169,43 @@ def short(node: ast.AST) -> str:
 
 def edited_recognize(module: str, edit: Callable[[ast.Module], None]) -> Callable[..., object]:
     """The recognizer with one module's source edited; the real modules are put back."""
-    trees = {name: copy.deepcopy(source(name)) for name in MODULES}
-    edit(trees[module])
+    tree = copy.deepcopy(source(module))
+    edit(tree)
+    code = compile(ast.fix_missing_locations(tree), f"edited {module}.py", "exec")
     saved = {name: sys.modules[name] for name in MODULES.values()}
     try:
         for full in MODULES.values():  # all of them first: none may import an old one
             sys.modules[full] = types.ModuleType(full)
             sys.modules[full].__path__ = [str(FOLDER)]
         for name, full in MODULES.items():
-            code = compile(ast.fix_missing_locations(trees[name]), f"edited {name}.py", "exec")
-            exec(code, sys.modules[full].__dict__)
+            exec(code if name == module else compiled(name), sys.modules[full].__dict__)
         return sys.modules["lut4tool.recognize"].recognize
     finally:
         sys.modules.update(saved)
 
 
-def is_noticed(module: str, edited: Callable[..., object]) -> bool:
-    """Whether some mutant is accepted, refused with another sentence, or breaks the recognizer."""
-    for model, sentence in table(module):
+def is_noticed(module: str, edited: Callable[..., object], lines: range = range(0)) -> bool:
+    """Whether some mutant is accepted, refused with another sentence, or breaks the recognizer.
+
+    lines: of the check that was taken out; mutants that stopped there are tried first.
+    """
+    near = {(module, line) for line in lines}
+    for row in sorted(table(module), key=lambda row: not near & row.lines):
         try:
-            report = edited(model, vendor=module in OWN)
+            report = edited(row.model, vendor=module in OWN)
         except Exception:  # noqa: BLE001 - a crash is what a removed check may lead to
             return True
-        if report.proofs or not report.refusals or any(sentence not in refusal.reason for refusal in report.refusals):
+        reasons = [refusal.reason for refusal in report.refusals]
+        if report.proofs or not reasons or any(row.sentence not in reason for reason in reasons):
             return True
     return False
 
 
 CHECKS = [
-    (module, what, edit) for module in MODULES for what, edit in edits(module) if not what.startswith(tuple(KEPT))
+    (module, what, lines, edit)
+    for module in MODULES
+    for what, lines, edit in edits(module)
+    if not what.startswith(tuple(KEPT))
 ]
 
 
@@ -166,13 +216,19 @@ def test_the_whole_recognizer_refuses_every_mutant() -> None:
 
 
 def test_the_checks_are_found() -> None:
-    count = {module: sum(found == module for found, _, _ in CHECKS) for module in MODULES}
+    count = {module: sum(found == module for found, *_ in CHECKS) for module in MODULES}
     for name in ("lookup", "placing", "clauses", "affine", "nbits"):
         assert count[name] >= (FOLDER / f"{name}.py").read_text().count(".require(")
     assert count["walk"] > 20
     assert count["__init__"] + count["products"] >= 4
 
 
-@pytest.mark.parametrize(("module", "what", "edit"), CHECKS, ids=[f"{module}: {what}" for module, what, _ in CHECKS])
-def test_without_one_check_a_mutant_passes(module: str, what: str, edit: Callable[[ast.Module], None]) -> None:
-    assert is_noticed(module, edited_recognize(module, edit)), f"no mutant needs the check in {module}.py: {what}"
+@pytest.mark.parametrize(
+    ("module", "what", "lines", "edit"), CHECKS, ids=[f"{module}: {what}" for module, what, *_ in CHECKS]
+)
+def test_without_one_check_a_mutant_passes(
+    module: str, what: str, lines: range, edit: Callable[[ast.Module], None]
+) -> None:
+    assert is_noticed(module, edited_recognize(module, edit), lines), (
+        f"no mutant needs the check in {module}.py: {what}"
+    )
