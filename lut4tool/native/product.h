@@ -47,9 +47,15 @@ ProductKernel chosen_kernel(const Packed4 &weight, std::size_t M);
 // Columns of a panel of a prepared float32 weight.
 constexpr std::size_t PANEL_COLUMNS = 16;
 
-// out [rows, 16 * count] = x [rows, depth] times panels [count, depth, 16], on this thread.
+// out [rows, 16 * count] = x [rows, depth] times panels [count, depth, 16] plus bias [16 * count], which may be null; on
+// this thread.
 void multiply_panels(const float *x, std::size_t stride, std::size_t rows, const float *panels, std::size_t count,
-                     std::size_t depth, float *out, std::size_t out_stride);
+                     std::size_t depth, const float *bias, float *out, std::size_t out_stride);
+
+// out [rows, N] = x [rows, depth] times panels that N is padded to, plus bias padded alike; by several threads where that
+// pays.
+void multiply_prepared(const float *x, std::size_t rows, const float *panels, std::size_t N, std::size_t depth,
+                       const float *bias, float *out, unsigned threads);
 
 // "avx512", "avx2", "neon" or "portable"; the second is false where this machine lacks it.
 const char *product_instruction_set();
@@ -102,7 +108,7 @@ struct ProductKernels {
     void (*tile)(const Packed4 &, const PackedRows &, float *y, std::size_t begin, std::size_t end);
     // As multiply_panels.
     void (*panels)(const float *x, std::size_t stride, std::size_t rows, const float *panels, std::size_t count,
-                   std::size_t depth, float *out, std::size_t out_stride);
+                   std::size_t depth, const float *bias, float *out, std::size_t out_stride);
 };
 
 extern const ProductKernels portable_products, avx2_products, avx512_products, neon_products;

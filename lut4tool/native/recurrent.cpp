@@ -94,7 +94,8 @@ class Run {
         const Panels &input = cell_.input;
         float *out = x_.get() + first * gates_;
         if (input.bytes.panels) return rounded_.multiply(input, first, count, 0, gates_ / UNITS, out);
-        multiply_panels(s_.x + first * input.depth, input.depth, count, input.floats, gates_ / UNITS, input.depth, out, gates_);
+        multiply_panels(s_.x + first * input.depth, input.depth, count, input.floats, gates_ / UNITS, input.depth, nullptr, out,
+                        gates_);
     }
 
     // A step has one phase, or two where a product needs the gates of all units.
@@ -121,7 +122,7 @@ class Run {
             sums += block * panels.gates * UNITS;
         } else {
             multiply_panels(from.data(), width_, s_.batch, panels.floats + block * panels.gates * panels.depth * UNITS,
-                            panels.gates, panels.depth, sums, row);
+                            panels.gates, panels.depth, nullptr, sums, row);
         }
         for (std::size_t b = 0; b < s_.batch; ++b) unit(step, t, b, block, second, sums + b * row);
     }

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "curves.h"
+#include "product.h"
 #include "recurrent.h"
 
 namespace nb = nanobind;
@@ -173,6 +174,18 @@ void quantize_linear(const Vector &x, float scale, float zero, float low, float 
     quantize(input, count, scale, zero, low, high, steps);
 }
 
+// out [M, N] = x [M, K] times panels [ceil(N / 16), K, 16] plus bias [ceil(N / 16) * 16].
+void multiply_floats(const Array<const float, 2> &x, const Vector &panels, const std::optional<Vector> &bias,
+              const Array<float, 2> &out, unsigned threads) {
+    const std::size_t rows = x.shape(0), depth = x.shape(1), N = out.shape(1), padded = (N + UNITS - 1) / UNITS * UNITS;
+    check(rows > 0 && depth > 0 && N > 0 && out.shape(0) == rows, "the result does not fit");
+    check(panels.size() == padded * depth && (!bias || bias->size() == padded), "panels or bias do not fit");
+    const float *input = x.data(), *weights = panels.data(), *offset = bias ? bias->data() : nullptr;
+    float *target = out.data();
+    nb::gil_scoped_release release;
+    multiply_prepared(input, rows, weights, N, depth, offset, target, threads);
+}
+
 Curve curve_named(const std::string &name) {
     if (name == "sigmoid") return Curve::sigmoid;
     if (name == "tanh") return Curve::tanh;
@@ -231,6 +244,8 @@ void add_recurrent(nb::module_ &m) {
     m.def("run_cells", &run, nb::arg("directions"), nb::arg("x").noconvert(), nb::arg("y").noconvert(),
           nb::arg("h").noconvert(), nb::arg("c").noconvert().none(), nb::arg("lengths").noconvert().none(),
           nb::arg("backward"), nb::arg("threads"));
+    m.def("multiply_panels", &multiply_floats, nb::arg("x").noconvert(), nb::arg("panels").noconvert(),
+          nb::arg("bias").noconvert().none(), nb::arg("out").noconvert(), nb::arg("threads"));
     m.def("packed_depth", &packed_depth);
     m.def("byte_instruction_set", &byte_instruction_set);
     m.def("use_byte_instruction_set", [](const std::string &name) {

@@ -18,7 +18,8 @@ the callable that runs, which takes the inputs as any operator does: for control
 called with that Node too, and raises Unsupported for attributes and inputs that a function takes but does not serve;
 its docstring says what those are. `prepare` is called on a CPU, where values are NumPy arrays, with that Node and the
 function with its attributes and `xp` bound; it returns what runs there in its place, or None: what can be decided,
-looked up or packed once is so.
+looked up or packed once is so. Where that has an attribute `reads`, it is given only the inputs at those places: others
+are constants that it has packed, and that need not stay in memory.
 `on_host=True` marks a function that computes on the host on any device: what its result holds decides its shape, or it
 works on strings, sequences, images, tables (2: only where a node asks for two outputs). So does any function on values
 of types that MLX lacks, but for one marked `codes=True`, which has MLX convert the types of a byte and less.

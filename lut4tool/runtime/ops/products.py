@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lut4tool.runtime import dense, int8
+from lut4tool.runtime import dense, int8, panels
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.dtypes import on_host, to_device, to_numpy
 from lut4tool.runtime.ops.compute import finish, working
@@ -31,10 +31,28 @@ def product(a: Any, b: Any) -> Any:
     return finish(matmul(wide_a, wide_b), a)
 
 
-op("MatMul")(product)
+def _prepare_matmul(node: Node, general: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A constant B of float32 is laid out once."""
+    return panels.product(node.constants[1]) if node.types[0] == "tensor(float)" else None
 
 
-@op("Gemm", since=7)
+op("MatMul", prepare=_prepare_matmul)(product)
+
+
+def _prepare_gemm(node: Node, general: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The same where C is a constant row, or missing."""
+    options, (_, b, c) = node.attributes, (*node.constants, None)[:3]
+    given = len(node.given) > 2 and node.given[2]
+    scaled = options.get("alpha", 1.0) != 1 or (given and options.get("beta", 1.0) != 1)
+    if scaled or options.get("transA", 0) or b is None or b.ndim != 2 or node.types[0] != "tensor(float)":
+        return None
+    transposed = bool(options.get("transB", 0))
+    width = b.shape[0] if transposed else b.shape[1]
+    row = given and c is not None and c.shape in ((width,), (1, width))
+    return panels.product(b, c.reshape(-1) if row and c is not None else None, transposed) if row or not given else None
+
+
+@op("Gemm", since=7, prepare=_prepare_gemm)
 def gemm(
     a: Any, b: Any, c: Any = None, *, alpha: float = 1.0, beta: float = 1.0, transA: int = 0, transB: int = 0
 ) -> Any:
