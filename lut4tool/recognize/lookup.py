@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -41,10 +42,11 @@ class Leaves:
         if self.trail.op_type(value) not in ("initializer", "input", "Constant"):
             self.trail.refuse(value, at, f"a constant of {what}")
         found = self.trail.walk.constant(value, at)
-        at.require(found.types <= types, f"{what} {found} is not {kinds}")
-        at.require(len(found.types) == 1, f"{what} {found} is not of one type")
-        at.require(len(found.shapes) == 1, f"{what} {found} is not of one shape")
-        at.require(0 not in found.shape, f"{what} {found} is empty")
+        found_types, shapes = found.types, found.shapes
+        at.require(found_types <= types, "{} {} is not {}", what, found, kinds)
+        at.require(len(found_types) == 1, "{} {} is not of one type", what, found)
+        at.require(len(shapes) == 1, "{} {} is not of one shape", what, found)
+        at.require(all(map(all, shapes)), "{} {} is empty", what, found)
         self.held[found.name] = found, value, at
         self.reads += 1
         return found
@@ -59,7 +61,7 @@ class Leaves:
             found, value, at = self.held[name]
             formal = isinstance(self.trail.walk.source(value, at).definition, Argument)
             at.require(
-                not formal, f"{found} is an input of a function and not as {LOOKUP4_MATMUL} wants it; a Constant is"
+                not formal, "{} is an input of a function and not as {} wants it; a Constant is", found, LOOKUP4_MATMUL
             )
 
 
@@ -150,7 +152,7 @@ def _looked_up(trail: Trail, leaves: Leaves, value: Value, at: Place) -> Lookup:
     early, table, reader = steps_before(trail, trail.input(lookup, 0), lookup, "Cast")
     lookup.require(trail.op_type(table) != "input", f"codebook '{table.name}' is an input, not a Constant")
     codebook = leaves.floats(table, reader, "codebook")
-    reader.require(codebook.shape == (16,), f"codebook {codebook} is not [16]")
+    reader.require(codebook.shape == (16,), "codebook {} is not [16]", codebook)
     dtype, types = _cast(codebook, [*early, *moved])
     held: str | Laid = codebook.name
     if types:
@@ -322,6 +324,7 @@ def _nested(trail: Trail, leaves: Leaves, value: Value, at: Place, steps: Sequen
     return Scales(operand.name, shape, "float32", None, (), True, nested)
 
 
+@functools.cache
 def _names(types: frozenset[int]) -> str:
     """Types as a list for a sentence."""
     return ", ".join(type_name(kind) for kind in sorted(types, key=lambda kind: (kind not in _INDEX, -kind)))

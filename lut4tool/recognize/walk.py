@@ -136,10 +136,10 @@ class Place:
         """Stop the walk at this node."""
         raise Refuse(f"{sentence}, at node '{self.title}'", self.title)
 
-    def require(self, fact: bool, sentence: str) -> None:
-        """Stop the walk at this node unless the fact holds."""
+    def require(self, fact: bool, sentence: str, *values: object) -> None:
+        """Stop the walk at this node unless the fact holds. values: put into the sentence's {} only then."""
         if not fact:
-            self.refuse(sentence)
+            self.refuse(sentence.format(*values) if values else sentence)
 
 
 class Constant(NamedTuple):
@@ -323,7 +323,7 @@ class Walk:
 
     def is_own(self, node: NodeProto) -> bool:
         """Whether the node calls a function of the model."""
-        return (_domain(node.domain), node.op_type, node.overload) in self.functions
+        return bool(self.functions) and (_domain(node.domain), node.op_type, node.overload) in self.functions
 
     def origin(self, value: Value) -> Origin:
         """What the value is computed from, through the nodes before it."""
@@ -611,7 +611,9 @@ def _constant_tensor(place: Place) -> TensorProto:
     member, kind = _NUMBERS[written.name]
     values = getattr(written, member)
     many = written.name.endswith("s")
-    return onnx.helper.make_tensor("", kind, [len(values)] if many else [], values if many else [values])
+    held = TensorProto(data_type=kind, dims=[len(values)] if many else [])
+    (held.int64_data if kind == TensorProto.INT64 else held.float_data).extend(values if many else [values])
+    return held
 
 
 @functools.cache
