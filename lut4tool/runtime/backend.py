@@ -196,6 +196,9 @@ def describe(device: mx.Device) -> dict[str, Any]:
         facts["blas"] = "numpy" if serves.dense_products_through_numpy else serves.name
         facts["blas_reason"] = serves.reason
         facts["blas_threads"] = serves.threads
-    switches = ("MLX_ENABLE_TF32", "MLX_DISABLE_COMPILE", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_WAIT_POLICY")
+    switches = (
+        "MLX_ENABLE_TF32", "MLX_DISABLE_COMPILE", "LUT4TOOL_COMPILE", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS",
+        "OMP_WAIT_POLICY",
+    )  # fmt: skip
     facts["environment"] = {name: os.environ[name] for name in switches if name in os.environ}
     return facts

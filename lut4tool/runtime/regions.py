@@ -37,7 +37,7 @@ KEPT = 16
 #: Steps that a region has at least.
 LEAST = 2
 #: Different inputs whose number of calls a region remembers.
-REMEMBERED = 32
+REMEMBERED = 16
 #: A host value of at most so many bytes may be part of a function.
 HOST_BYTES = 1024
 
