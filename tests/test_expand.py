@@ -13,13 +13,16 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
+from build import HALVES, Built, Chain, build, build_calls, build_many, find_node
 from differences import raw
+from forms import FORMS, make
+from mutants_bnb4 import bnb4
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from rewriting import run_onnxruntime, run_reference
+from test_products import product
 from test_rewrite import PLACES, SPELLINGS
 
-from build import HALVES, Built, Chain, build, build_calls, build_many, find_node
 from lut4tool.formats import QmmWeight
 from lut4tool.recognize import recognize
 from lut4tool.rewrite import RewriteError, rewrite, rewrite_model
@@ -210,6 +213,58 @@ def test_the_node_keeps_its_name_outputs_documentation_and_metadata():
     node.doc_string = "projection"
     node.metadata_props.add(key="source", value="layer.py:3")
     assert raw(find_node(assert_round_trip(built), "dec/MatMul").metadata_props[0]) == raw(node.metadata_props[0])
+
+
+# -- Sites that were something else before they were rewritten
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_of_a_lookup(name):
+    """Also those whose bytes were laid out anew: what is expanded is found again, and is the same model then."""
+    built = make(name)
+    once = rewritten(built.model)
+    back = expanded(once)
+    same(built.model, back, built.feeds)
+    again = copy.deepcopy(back)
+    report = rewrite_model(again, Tensors(None))
+    assert (len(report.rewritten), report.refused) == (1, ())
+    assert raw(again) == raw(once)
+
+
+@pytest.mark.parametrize(("k", "n", "block"), [(24, 10, 16), (7, 5, 16), (3, 5, 64)])
+def test_a_vendors_operator(k, n, block):
+    """Its last block is cut with the last element, which Pad makes whole."""
+    model, feeds, _ = bnb4(k, n, block, 1)
+    once = copy.deepcopy(model)
+    assert rewrite_model(once, Tensors(None), vendor=True).rewritten
+    back = expanded(once)
+    same(once, back, feeds)
+    if n * k % block == 0:
+        report = rewrite_model(back, Tensors(None))
+        assert (len(report.rewritten), report.refused) == (1, ())
+        same(once, back, feeds)
+
+
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        ("Gemm", {"alpha": 0.5, "beta": 2.0, "bias": (10,)}),
+        ("Gemm", {"transA": 1}),
+        ("MatMul", {"left": True}),
+        ("FusedMatMul", {"domain": "com.microsoft", "alpha": 0.25}),
+    ],
+    ids=str,
+)
+def test_what_stood_around_the_weight_stays_as_the_rewrite_left_it(op, options):
+    """A Gemm comes back as MatMul, Mul and Add."""
+    shape = (6, 3) if "transA" in options else (10, 3) if "left" in options else (3, 6)
+    model, feeds, _ = product(op, Chain(rows=6, cols=10, block=8), shape, **options)
+    once = rewritten(model)
+    back = expanded(once)
+    same(once, back, feeds)
+    again = copy.deepcopy(back)
+    assert len(rewrite_model(again, Tensors(None)).rewritten) == 1
+    assert raw(again) == raw(once)
 
 
 # -- What a Lookup4MatMul can be besides what the canonical chain gives
