@@ -26,8 +26,7 @@ namespace {
 constexpr std::size_t COLUMNS = 16, GROUP = 4;         // columns of a panel; panels whose sums are made at a time
 constexpr std::size_t ROWS = 32;                       // rows whose sums are made at a time
 constexpr std::size_t STRIDE = GROUP * COLUMNS;        // of the sums of a row
-constexpr std::size_t WORTH = std::size_t(1) << 22;    // multiplications that are worth a second thread
-constexpr std::size_t STREAMED = std::size_t(1) << 19; // and bytes of a weight
+constexpr std::size_t STREAMED = std::size_t(1) << 20;  // bytes of a weight that are worth a second thread
 constexpr std::size_t PIECES = 4;                      // pieces a thread: what a late thread delays is one of them
 
 // sums [rows, STRIDE] of `rows` (at most ROWS) rows of a with `count` (at most GROUP) panels of `depth` * 16 bytes.
@@ -193,23 +192,25 @@ bool has_amx() {
 }
 #endif
 
+// worth: multiplications that are worth a second thread.
 struct Kernel {
     const char *name;
     Dots dots;
+    std::size_t worth;
 };
 
 std::vector<Kernel> supported() {
     std::vector<Kernel> kernels;
 #ifdef LUT4TOOL_AMX
-    if (has_amx()) kernels.push_back({"avx512 amx", dots_amx});
+    if (has_amx()) kernels.push_back({"avx512 amx", dots_amx, std::size_t(1) << 25});
 #endif
 #ifdef LUT4TOOL_VNNI
-    if (has_vnni()) kernels.push_back({"avx512 vnni", dots_vnni});
+    if (has_vnni()) kernels.push_back({"avx512 vnni", dots_vnni, std::size_t(1) << 23});
 #endif
 #ifdef LUT4TOOL_VNNI
-    if (__builtin_cpu_supports("avx2")) kernels.push_back({"avx2", dots_avx2});
+    if (__builtin_cpu_supports("avx2")) kernels.push_back({"avx2", dots_avx2, std::size_t(1) << 21});
 #endif
-    kernels.push_back({"portable", dots});
+    kernels.push_back({"portable", dots, std::size_t(1) << 19});
     return kernels;
 }
 
@@ -269,7 +270,7 @@ void multiply_bytes(const std::uint8_t *a, const std::int32_t *a_zero, std::size
 void multiply_bytes(const std::uint8_t *a, const std::int32_t *a_zero, std::size_t M, const ByteMatrix &b,
                     const ByteResult &out, unsigned threads) {
     const std::size_t panels = (b.N + COLUMNS - 1) / COLUMNS, bytes = b.N * packed_depth(b.K);
-    if (M * bytes < WORTH && bytes < STREAMED) threads = 1;
+    if (M * bytes < chosen().worth && bytes < STREAMED) threads = 1;
     const std::size_t groups = (panels + GROUP - 1) / GROUP, pieces = std::min<std::size_t>(groups, PIECES * threads);
     parallel(threads == 1 ? 1 : pieces, threads, [&](std::size_t piece) {
         const std::size_t all = threads == 1 ? 1 : pieces;
