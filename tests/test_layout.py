@@ -18,7 +18,7 @@ ARROWS: dict[str, set[str]] = {
     "__init__": set(),
     "errors": set(),
     "formats": set(),
-    "storage": set(),
+    "storage": {"native"},  # a map that is watched
     "encode": {"formats"},
     "native": {"formats"},
     "measure": {"runtime"},  # time and peak memory of a process

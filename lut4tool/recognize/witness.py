@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ WHOLE_ELEMENTS = 1 << 20
 _SAMPLES = 16
 #: Elements run at a time where every unit is compared: onnx.reference's int64 temporaries stay near 20 MB.
 _CHUNK_ELEMENTS = 1 << 18
+#: Elements of one part, where every unit is compared by several processes.
+_PART_ELEMENTS = 1 << 23
 
 Progress = Callable[[str, int, int], None]
 
@@ -39,25 +42,70 @@ def check(proof: Proof, tensors: Tensors, *, full: bool = False, progress: Progr
     progress: called now and then with (what, elements done, elements).
     Raises WitnessMismatch, LayoutError, and StorageError where the constants cannot be read.
     """
-    layout, cut = Layout(proof, tensors), proof.cut
-    elements = proof.rows * proof.cols
-    padded = -(-elements // proof.block_size) * proof.block_size
-    if cut is None or (elements <= WHOLE_ELEMENTS and padded <= 2 * WHOLE_ELEMENTS):
-        _compare(proof, _run(proof, _evaluator(proof, proof.weight), layout.arrays), _decoded(layout))
-        return Witness(elements, elements)
-    folded = {value: _run(proof, _evaluator(proof, value), layout.arrays) for value in cut.folded}
-    for value, (role, rows) in cut.folded.items():
-        held = layout.role(role).reshape(-1)
-        _compare(proof, folded[value].reshape(rows, -1).T.reshape(-1), held, held.size)
-    evaluator, compared = _evaluator(proof, cut.output, cut), 0
-    for units in _chunks(proof, cut, full):
-        found = _run(proof, evaluator, layout.cut({**layout.arrays, **folded}, units))
-        done = min((int(units[-1]) + 1) * cut.size, elements) - (int(units[-1]) - len(units) + 1) * cut.size
-        _compare(proof, found, _decoded(layout, units), done)
-        compared += done
+    chain, compared = Chain(proof, tensors), 0
+    for units in chain.every_unit() if full else chain.some_units():
+        compared += chain.compare(units)
         if progress:
-            progress("checking weights", compared, elements)
-    return Witness(compared, elements)
+            progress("checking weights", compared, chain.elements)
+    return Witness(compared, chain.elements)
+
+
+class Chain:
+    """A proved chain on its real constants, ready to be run and compared, whole or in units of proof.cut."""
+
+    def __init__(self, proof: Proof, tensors: Tensors) -> None:
+        self.proof, self.layout = proof, Layout(proof, tensors)
+        self.elements = proof.rows * proof.cols
+        padded = -(-self.elements // proof.block_size) * proof.block_size
+        small = self.elements <= WHOLE_ELEMENTS and padded <= 2 * WHOLE_ELEMENTS
+        self._cut = None if small else proof.cut
+
+    def compare(self, units: np.ndarray | None) -> int:
+        """Compare some units, ascending, or the whole chain; return how many elements. Raises WitnessMismatch."""
+        proof, cut = self.proof, self._cut
+        if cut is None or units is None:
+            _compare(proof, _run(proof, proof.weight, self.layout.arrays), _decoded(self.layout))
+            return self.elements
+        found = _run(proof, cut.output, self.layout.cut({**self.layout.arrays, **self._folded}, units), cut)
+        done = min((int(units[-1]) + 1) * cut.size, self.elements) - (int(units[-1]) - len(units) + 1) * cut.size
+        _compare(proof, found, _decoded(self.layout, units), done)
+        return done
+
+    def some_units(self) -> Iterator[np.ndarray | None]:
+        """What is compared by default: all of a small weight, samples of another."""
+        if (cut := self._cut) is None:
+            yield None
+            return
+        crossing = min(self.proof.cols // cut.size, cut.count - 1)  # row 1 begins in this block
+        samples = min(_SAMPLES, WHOLE_ELEMENTS // cut.size)
+        yield np.unique([0, crossing, cut.count - 1, *np.random.default_rng(0).integers(0, cut.count, samples)])
+
+    def every_unit(self, part: int | None = None) -> Iterator[np.ndarray | None]:
+        """Every unit, a bounded number at a time; or those of one of so many `parts`."""
+        if (cut := self._cut) is None:
+            yield None
+            return
+        step = max(1, _CHUNK_ELEMENTS // cut.size)
+        starts = range(0, cut.count, step)
+        if part is not None:
+            starts = starts[len(starts) * part // self.parts : len(starts) * (part + 1) // self.parts]
+        for start in starts:
+            yield np.arange(start, min(start + step, cut.count))
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the check of every unit is divided, to be spread over processes."""
+        return 1 if self._cut is None else max(1, self.elements // _PART_ELEMENTS)
+
+    @cached_property
+    def _folded(self) -> dict[str, np.ndarray]:
+        """Values inside the chain that a role holds, run and compared whole."""
+        proof, folded = self.proof, self.proof.cut.folded if self.proof.cut else {}
+        arrays = {value: _run(proof, value, self.layout.arrays) for value in folded}
+        for value, (role, rows) in folded.items():
+            held = self.layout.role(role).reshape(-1)
+            _compare(proof, arrays[value].reshape(rows, -1).T.reshape(-1), held, held.size)
+        return arrays
 
 
 def _decoded(layout: Layout, units: np.ndarray | None = None) -> np.ndarray:
@@ -78,51 +126,51 @@ def _decoded(layout: Layout, units: np.ndarray | None = None) -> np.ndarray:
     return matrix.T if proof.flipped else matrix
 
 
-def _chunks(proof: Proof, cut: Cut, full: bool) -> Iterator[np.ndarray]:
-    """Indices of the units to compare, a bounded number at a time."""
-    if full:
-        step = max(1, _CHUNK_ELEMENTS // cut.size)
-        for start in range(0, cut.count, step):
-            yield np.arange(start, min(start + step, cut.count))
-        return
-    crossing = min(proof.cols // cut.size, cut.count - 1)  # row 1 begins in this block
-    samples = min(_SAMPLES, WHOLE_ELEMENTS // cut.size)
-    yield np.unique([0, crossing, cut.count - 1, *np.random.default_rng(0).integers(0, cut.count, samples)])
-
-
-def _evaluator(proof: Proof, output: str, cut: Cut | None = None) -> Any:
-    """onnx.reference on the chain's nodes up to one value, for sources whole or cut; sources are its inputs."""
-    from onnx.reference import ReferenceEvaluator
-
-    given = {*proof.sources, *(cut.folded if cut else ())}
-    shapes = cut.shapes if cut else {}
-    wanted, nodes = {output}, []
-    for node in reversed(proof.chain):
-        if wanted.intersection(node.output) and not given.issuperset(node.output):
-            node = _standard(node)
-            if node.output[0] in shapes:
-                node.input[1] = f"{node.output[0]}: shape"
-            wanted.update(node.input)
-            nodes.append(node)
-    literals = [_named(tensor, name) for name, tensor in proof.literals.items() if name in wanted]
-    targets = [numpy_helper.from_array(np.array(shape, np.int64), f"{name}: shape") for name, shape in shapes.items()]
-    inputs = [
-        helper.make_tensor_value_info(name, TensorProto.UNDEFINED, None) for name in sorted(given) if name in wanted
-    ]
-    graph = helper.make_graph(nodes[::-1], "chain", inputs, [onnx.ValueInfoProto(name=output)], literals + targets)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", proof.opset)])
+def _run(proof: Proof, output: str, arrays: Mapping[str, np.ndarray], cut: Cut | None = None) -> np.ndarray:
+    """One value of the chain by onnx.reference, from its sources, whole or cut."""
     try:
-        return ReferenceEvaluator(model)
+        model, names = _renamed(proof, output, cut)
+        with np.errstate(all="ignore"):  # Inf * 0 and overflow are the producer's values
+            return np.asarray(_reference(model).run(None, {short: arrays[name] for short, name in names.items()})[0])
     except Exception as error:
         raise WitnessMismatch(f"the chain of '{proof.site.name}' cannot be run in onnx.reference: {error}") from error
 
 
-def _run(proof: Proof, evaluator: Any, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    try:
-        with np.errstate(all="ignore"):  # Inf * 0 and overflow are the producer's values
-            return np.asarray(evaluator.run(None, {name: arrays[name] for name in evaluator.input_names})[0])
-    except Exception as error:
-        raise WitnessMismatch(f"the chain of '{proof.site.name}' fails in onnx.reference: {error}") from error
+@lru_cache(maxsize=256)
+def _reference(model: bytes) -> Any:
+    """onnx.reference for a chain: made once for all that differ in names and weights only."""
+    from onnx.reference import ReferenceEvaluator
+
+    return ReferenceEvaluator(onnx.load_from_string(model))
+
+
+def _renamed(proof: Proof, output: str, cut: Cut | None) -> tuple[bytes, dict[str, str]]:
+    """The chain's nodes up to one value as a model, its values v0, v1, ...; and which of its inputs is which source."""
+    given = {*proof.sources, *(cut.folded if cut else ())}
+    shapes = cut.shapes if cut else {}
+    names: dict[str, str] = {"": ""}
+    nodes = [NodeProto(op_type="Identity", input=[_short(output, names)], output=["result"])]
+    for node in reversed(proof.chain):
+        if given.issuperset(node.output) or names.keys().isdisjoint(node.output):
+            continue
+        inputs = list(node.input)
+        if node.output[0] in shapes:
+            inputs[1] = f"{node.output[0]}: shape"
+        outputs = [_short(name, names) for name in node.output]
+        inputs = [_short(name, names) for name in inputs]
+        nodes.append(NodeProto(op_type=node.op_type, input=inputs, output=outputs, attribute=node.attribute))
+    literals = [_named(tensor, names[name]) for name, tensor in proof.literals.items() if name in names]
+    targets = {f"{name}: shape": np.array(shape, np.int64) for name, shape in shapes.items()}
+    literals += [numpy_helper.from_array(shape, names[name]) for name, shape in targets.items() if name in names]
+    sources = {names[name]: name for name in sorted(given) if name in names}
+    inputs = [onnx.ValueInfoProto(name=name) for name in sources]
+    graph = helper.make_graph(nodes[::-1], "chain", inputs, [onnx.ValueInfoProto(name="result")], literals)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", proof.opset)])
+    return model.SerializeToString(deterministic=True), sources
+
+
+def _short(name: str, names: dict[str, str]) -> str:
+    return names.setdefault(name, f"v{len(names)}")
 
 
 def _compare(proof: Proof, found: np.ndarray, expected: np.ndarray, least: int = 0) -> None:
@@ -146,14 +194,6 @@ def _compare(proof: Proof, found: np.ndarray, expected: np.ndarray, least: int =
             f"{np.count_nonzero(differ)} of {differ.size} elements of the weight of '{name}' differ between "
             f"onnx.reference and the proof; nothing is rewritten"
         )
-
-
-def _standard(node: NodeProto) -> NodeProto:
-    """A copy of the node in the domain's short name, the only one that onnx.reference knows."""
-    copy = NodeProto()
-    copy.CopyFrom(node)
-    copy.domain = ""
-    return copy
 
 
 def _named(tensor: TensorProto, name: str) -> TensorProto:

@@ -131,7 +131,7 @@ def _checked(
     progress: Progress | None,
 ) -> RewriteReport:
     """What a rewrite will do, each proof checked by a witness."""
-    found = recognize(model, vendor=vendor)
+    found = recognize(model, vendor=vendor, tensors=tensors)
     witnesses = _witnesses(found.proofs, tensors, verify, progress) if witness else [None] * len(found.proofs)
     distinct = distinct_weights(found.proofs)
     return RewriteReport(
@@ -147,20 +147,22 @@ def _witnesses(
     proofs: tuple[Proof, ...], tensors: Tensors, verify: bool, progress: Progress | None
 ) -> list[Witness | None]:
     """One witness a proof; sites that share a chain share the check."""
+    from lut4tool.recognize.verify import check_every
     from lut4tool.recognize.witness import WitnessMismatch, check  # imports onnx.reference
 
-    checked: dict[tuple[int, ...], Witness] = {}
-    result: list[Witness | None] = []
-    for done, proof in enumerate(proofs):
-        if progress:
-            progress("weights", done, len(proofs))
-        chain = tuple(map(id, proof.chain))
-        if chain not in checked:
-            try:
-                checked[chain] = check(proof, tensors, full=verify, progress=progress)
-            except WitnessMismatch:
-                tensors.check_unchanged()  # or it is no fault of ours
-                raise
+    chains = {tuple(map(id, proof.chain)): proof for proof in reversed(proofs)}
+    distinct = dict(reversed(chains.items()))
+    checked: list[Witness] = []
+    try:
+        if verify:
+            checked = check_every(list(distinct.values()), tensors, progress)
+        for done, proof in enumerate(() if verify else distinct.values()):
+            if progress:
+                progress("weights", done, len(distinct))
+            checked.append(check(proof, tensors, progress=progress))
             tensors.release()
-        result.append(checked[chain])
-    return result
+    except WitnessMismatch:
+        tensors.check_unchanged()  # or it is no fault of ours
+        raise
+    found = dict(zip(distinct, checked, strict=True))
+    return [found[tuple(map(id, proof.chain))] for proof in proofs]
