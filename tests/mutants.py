@@ -496,7 +496,7 @@ WALK = [
            (lambda m: set_raw(m, "dec/mod_by", b""),), {"literals": "typed"}),
     Mutant("literal in segments", "literal 'dec/mod_by' is stored in segments",
            (lambda m: setattr(named(m, "dec/mod_by").segment, "end", 1),)),
-    Mutant("external literal", "literal 'dec/mod_by' is external data", (external("dec/mod_by"),)),
+    Mutant("external literal", "literal 'dec/mod_by' is external data, and no folder is given", (external("dec/mod_by"),)),
     Mutant("computed literal", "'dec/mod_by' is computed by Abs",
            (add("sixteen", np.array([16])), computed("dec/mod_by", "sixteen"))),
     Mutant("computed packed", "BitwiseNot, not Cast of a constant of packed", (before("Cast", 0, "BitwiseNot"),),

@@ -1,6 +1,7 @@
 """Every spelling of the canonical chain is proved, wherever it stands; a proof decodes to what the chain computes."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from build import Built, Chain, build, build_calls, build_many, find_node, injec
 from lut4tool.formats import FLOAT_DTYPES, decode
 from lut4tool.recognize import Proof, recognize
 from lut4tool.recognize.layout import Layout
+from lut4tool.recognize.witness import check
 from lut4tool.storage import Tensors
 
 INSIDE = {"literals": "constant", "leaves": "constant"}
@@ -306,6 +308,21 @@ def test_weights_are_not_read() -> None:
             tensor.data_location = TensorProto.EXTERNAL
             tensor.external_data.add(key="location", value="nowhere.data")
     assert only_proof(built).tensor("packed").data_location == TensorProto.EXTERNAL
+
+
+def test_literals_may_be_external_data(tmp_path: Path) -> None:
+    built = build(codebook="nf4", perm="written")
+    onnx.save(built.model, tmp_path / "m.onnx", save_as_external_data=True, location="all.bin", size_threshold=0)
+    model = onnx.load(tmp_path / "m.onnx", load_external_data=False)
+    assert all(tensor.data_location == TensorProto.EXTERNAL for tensor in model.graph.initializer)
+    (proof,) = recognize(model, tensors=Tensors(tmp_path)).proofs
+    assert check(proof, Tensors(tmp_path)).all
+    (refusal,) = recognize(model).refusals
+    assert "is external data, and no folder is given to read it from" in refusal.reason
+    (tmp_path / "all.bin").unlink()
+    (refusal,) = recognize(model, tensors=Tensors(tmp_path)).refusals
+    assert "literal 'dec/shape' cannot be read: external data of tensor 'dec/shape'" in refusal.reason
+    assert refusal.reason.endswith("no such file or directory, at node 'dec/ToMatrix'")
 
 
 def test_the_proof_holds_the_chain_in_topological_order() -> None:

@@ -10,6 +10,7 @@ from lut4tool.recognize import chains
 from lut4tool.recognize.products import Operands, operands, operands_from_left
 from lut4tool.recognize.proof import Proof, Refusal, Report, Site, Witness
 from lut4tool.recognize.walk import VENDOR_PRODUCTS, Place, Refuse, Value, Walk, worth_a_walk
+from lut4tool.storage import Tensors
 
 #: Of a weight, and whether it is read transposed.
 Known = dict[tuple[Value, bool], Proof | Refuse]
@@ -17,17 +18,18 @@ Known = dict[tuple[Value, bool], Proof | Refuse]
 __all__ = ["Proof", "Refusal", "Report", "Site", "Witness", "recognize"]
 
 
-def recognize(model: onnx.ModelProto, vendor: bool = False) -> Report:
+def recognize(model: onnx.ModelProto, vendor: bool = False, tensors: Tensors | None = None) -> Report:
     """Prove or refuse, in graph order, every MatMul and Gemm whose weight is decoded from constants (DESIGN section 1).
 
     model: loaded with load_external_data=False; only metadata and literals of at most 16 elements are read.
+    tensors: reads literals that are external data; without it a chain with one is refused.
     vendor: com.microsoft's MatMulBnb4 and MatMulNBits are proved or refused too.
     A refusal is listed where the weight is computed from constants only and passes a Gather, or a Mul or
     DequantizeLinear fed by integers; other products are silent.
     """
     if not worth_a_walk(model, vendor):
         return Report((), ())
-    walk = Walk(model, vendor)
+    walk = Walk(model, vendor, tensors=tensors)
     known: Known = {}
     proofs, refusals = [], []
     for site in walk.products:

@@ -15,7 +15,7 @@ from lut4tool.recognize import recognize
 from lut4tool.recognize.cost import Cost, cost
 from lut4tool.recognize.proof import Proof, Report
 from lut4tool.recognize.walk import VENDOR_PRODUCTS
-from lut4tool.storage import nbytes, read_model
+from lut4tool.storage import Tensors, nbytes, read_model
 
 _FOLDING = (
     "onnxruntime decodes them to dense float32 when it loads the model, "
@@ -54,7 +54,7 @@ class Summary:
 def summarize(path: Path) -> Summary:
     """Read a model and summarize it. Raises StorageError where the file is not a model."""
     model = read_model(path)
-    report = recognize(model)
+    report = recognize(model, tensors=Tensors(path.parent))
     distinct = distinct_weights(report.proofs)
     external = [tensor for tensor in model.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
     return Summary(

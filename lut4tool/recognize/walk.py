@@ -17,6 +17,7 @@ from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, SparseTen
 
 from lut4tool.formats import DTYPE_NAME
 from lut4tool.recognize.proof import Site, Step
+from lut4tool.storage import StorageError, Tensors
 
 #: A literal has at most so many elements: the codebook is the largest.
 LITERAL_ELEMENTS = 16
@@ -206,9 +207,14 @@ class Walk:
     """The scopes of one model, and memoized answers about their values."""
 
     def __init__(
-        self, model: onnx.ModelProto, vendor: bool = False, wanted: Collection[tuple[str, str]] = PRODUCTS
+        self,
+        model: onnx.ModelProto,
+        vendor: bool = False,
+        wanted: Collection[tuple[str, str]] = PRODUCTS,
+        tensors: Tensors | None = None,
     ) -> None:
         self.model = model
+        self.tensors = tensors  # reads literals that are external data
         self.wanted = {*wanted, *(VENDOR_PRODUCTS if vendor else ())}
         self.products: list[Place] = []  # in graph order
         self.functions = {(_domain(f.domain), f.name, f.overload): i for i, f in enumerate(model.functions)}
@@ -323,7 +329,7 @@ class Walk:
 
     def is_own(self, node: NodeProto) -> bool:
         """Whether the node calls a function of the model."""
-        return bool(self.functions) and (_domain(node.domain), node.op_type, node.overload) in self.functions
+        return (_domain(node.domain), node.op_type, node.overload) in self.functions
 
     def origin(self, value: Value) -> Origin:
         """What the value is computed from, through the nodes before it."""
@@ -502,7 +508,7 @@ class Trail:
         if size > LITERAL_ELEMENTS:
             place.refuse(f"literal '{value.name}' has {size} elements, more than {LITERAL_ELEMENTS}")
         if tensor.data_location == TensorProto.EXTERNAL:
-            place.refuse(f"literal '{value.name}' is external data; it must be in the model")
+            tensor = self._inside(tensor, value, place)
         if tensor.HasField("segment"):
             place.refuse(f"literal '{value.name}' is stored in segments, which ONNX runtimes do not read")
         raw, (letter, stored) = tensor.raw_data, _STORED[kind]
@@ -519,6 +525,15 @@ class Trail:
         else:
             self.literals[value.name] = tensor
         return Literal(values, tuple(tensor.dims))
+
+    def _inside(self, tensor: TensorProto, value: Value, place: Place) -> TensorProto:
+        """A literal whose data is in a file, with that data."""
+        if self.walk.tensors is None:
+            place.refuse(f"literal '{value.name}' is external data, and no folder is given to read it from")
+        try:
+            return onnx.numpy_helper.from_array(self.walk.tensors.array(tensor), value.name)
+        except StorageError as error:
+            place.refuse(f"literal '{value.name}' cannot be read: {error}")
 
     def nodes(self) -> tuple[NodeProto, ...]:
         """The nodes passed, each once, in topological order: a node's last visit comes before its inputs' last."""
