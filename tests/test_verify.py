@@ -45,8 +45,8 @@ def test_every_element_by_processes_with_progress(source: Path, monkeypatch: pyt
 
 
 def test_a_wrong_proof_is_found_by_a_process(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def bent(model, vendor=False):
-        report = recognize(model, vendor)
+    def bent(model, **options):
+        report = recognize(model, **options)
         first, last = report.proofs
         wrong = dataclasses.replace(last, attributes={**last.attributes, "high_nibble_first": 0})
         return dataclasses.replace(report, proofs=(first, wrong))
