@@ -64,11 +64,13 @@ class Chain:
         """Compare some units, ascending, or the whole chain; return how many elements. Raises WitnessMismatch."""
         proof, cut = self.proof, self._cut
         if cut is None or units is None:
-            _compare(proof, _run(proof, proof.weight, self.layout.arrays), _decoded(self.layout))
+            expected = _decoded(self.layout)  # first, for what it says of constants that have no layout
+            _compare(proof, _run(proof, proof.weight, self.layout.arrays), expected)
             return self.elements
+        expected = _decoded(self.layout, units)
         found = _run(proof, cut.output, self.layout.cut({**self.layout.arrays, **self._folded}, units), cut)
         done = min((int(units[-1]) + 1) * cut.size, self.elements) - (int(units[-1]) - len(units) + 1) * cut.size
-        _compare(proof, found, _decoded(self.layout, units), done)
+        _compare(proof, found, expected, done)
         return done
 
     def some_units(self) -> Iterator[np.ndarray | None]:
