@@ -47,6 +47,15 @@ def test_products(instruction_set, rows, depth, width, biased):
         assert (np.abs(found - wide) <= bound).all()
 
 
+@pytest.mark.parametrize("rows", [1, 3, 11])
+def test_equal_columns_and_rows_give_equal_results(instruction_set, rows):
+    """So that a softmax of huge equal values stays even."""
+    x, w = np.full((rows, 2048), 3e15, np.float32), np.full((2048, 1000), 0.02, np.float32)
+    found = panels.product(w)(x)
+    assert (found == found[0, 0]).all()
+    np.testing.assert_allclose(found, 2048 * 3e15 * 0.02, rtol=1e-6)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_large_products_are_divided(threads, monkeypatch):
     """Between threads, by columns and by rows, with the same bits."""
