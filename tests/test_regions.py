@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 import onnx.reference
 import pytest
-from backend_cases import node_tests, reason_to_fail, value
+from backend_cases import leaves, node_tests, reason_to_fail, value
 from decoders import CARRY, VOCABULARY, concat, decoder, gqa
 from places import HAS_GPU, compute_in
 
@@ -136,18 +136,19 @@ def test_operations_are_fused_where_that_is_asked_for(monkeypatch: pytest.Monkey
     assert operations(runtime, x) == ["CompiledMultiplyExpNegativeAdd"]
 
 
-def sample() -> list[str]:
-    """Some of the standard's node tests, other ones for each eighth of the alphabet."""
+def operators() -> list[Any]:
+    """The standard's node tests that draw no random numbers; all of them take a minute, so most are marked slow."""
     drawn = regions._RANDOM | {"Dropout"}
     usable = [
         name
         for name, test in sorted(node_tests().items())
         if reason_to_fail(name) is None and not any(node.op_type in drawn for node in test.model.graph.node)
     ]
-    return usable[5 :: len(usable) // 40]
+    marks = [[] if number % 40 == 5 else [pytest.mark.slow] for number in range(len(usable))]
+    return [pytest.param(name, marks=mark) for name, mark in zip(usable, marks, strict=True)]
 
 
-@pytest.mark.parametrize("name", sample())
+@pytest.mark.parametrize("name", operators())
 def test_an_operator_compiled_gives_what_it_gives_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regions, "LEAST", 1)
     test = node_tests()[name]
@@ -157,7 +158,7 @@ def test_an_operator_compiled_gives_what_it_gives_alone(name: str, monkeypatch: 
         feeds = {key: value(data) for key, data in zip(names, given, strict=False)}
         first, *later = (runtime.run(None, feeds) for _ in range(3))
         for results in later:
-            for mine, before in zip(results, first, strict=True):
+            for mine, before in zip(leaves(results), leaves(first), strict=True):
                 assert np.asarray(mine).dtype == np.asarray(before).dtype
                 assert repr(np.asarray(mine).tolist()) == repr(np.asarray(before).tolist())
 
