@@ -170,3 +170,17 @@ def test_pools(size, kernel, strides, dilations, maximum):
     found = convolution.pool(x, geometry, grid.out, maximum)
     wanted = seen.max((2, 3)) if maximum else seen.astype(np.float64).sum((2, 3))
     assert np.allclose(found, wanted, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+def test_weights_that_decayed():
+    """Far below the others they count as 0; a kernel of nothing else keeps them."""
+    random = np.random.default_rng(6)
+    x, w = np.abs(floats(random, 1, 40, 5, 5)), np.array(floats(random, 8, 40, 1, 1))
+    w[3], w[:, 7] = 1e-39, 1e-33
+    kept, geometry = np.abs(w) >= 2.0**-100, (1, 1, 1, 1, 0, 0)
+    wanted = convolved(x, w * kept, np.zeros(8), (1, 1), (1, 1), (0, 0), (5, 5), 1)
+    found = Kernels(w, None, 1)(x, geometry, (5, 5))
+    assert not found[0, 3].any()
+    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    small = np.full((8, 40, 1, 1), 1e-38, np.float32)
+    assert np.allclose(Kernels(small, None, 1)(x, geometry, (5, 5)), 1e-38 * x.sum(1, keepdims=True), rtol=1e-5, atol=0)

@@ -1,6 +1,7 @@
 #include "conv.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -240,6 +241,8 @@ void gather(const Convolution &s, const Region &region, const Layout &layout, co
                 }
                 std::fill(line, line + (layout.height - bottom) * layout.width, 0.0f);
             }
+            float *rest = scratch + channel * layout.channel + phase * layout.plane;  // what was there may be subnormal
+            std::fill(rest + region.images * layout.image, rest + layout.plane, 0.0f);
         }
     }
 }
@@ -367,6 +370,14 @@ const float *PackedWeights::block(size_t group, size_t row) const {
 }
 const float *PackedWeights::offsets(size_t group, size_t row) const { return bias.data() + group * padded + row; }
 
+// Subnormal numbers cost a processor over 100 cycles each, and training leaves them, and weights that make them, where
+// channels decay: weights below 2^-100 are taken for 0 beside one 2^60 times larger.
+static float least_weight(const float *w, size_t count) {
+    float most = 0;
+    for (size_t k = 0; k < count; ++k) most = std::max(most, std::fabs(w[k]));
+    return most >= 0x1p-40f ? 0x1p-100f : 0.0f;
+}
+
 PackedWeights pack_weights(const float *w, const float *bias, size_t groups, size_t kernels, size_t depth, size_t area) {
     PackedWeights packed{chosen, groups, kernels, depth, area, 0, {}, {}};
     for (size_t row = 0; row < kernels; row += rows_of_block(*chosen, kernels - row))
@@ -374,13 +385,14 @@ PackedWeights pack_weights(const float *w, const float *bias, size_t groups, siz
     const size_t length = depth * area;
     packed.data.resize(groups * packed.padded * length);
     packed.bias.resize(groups * packed.padded);
+    const float least = least_weight(w, groups * kernels * length);
     for (size_t group = 0; group < groups; ++group) {
         for (size_t row = 0, rows; row < kernels; row += rows) {
             rows = rows_of_block(*chosen, kernels - row);
             float *to = packed.data.data() + (group * packed.padded + row) * length;
             for (size_t r = 0; r < std::min(rows, kernels - row); ++r) {
                 const float *from = w + (group * kernels + row + r) * length;
-                for (size_t k = 0; k < length; ++k) to[k * rows + r] = from[k];
+                for (size_t k = 0; k < length; ++k) to[k * rows + r] = std::fabs(from[k]) < least ? 0.0f : from[k];
                 if (bias) packed.bias[group * packed.padded + row + r] = bias[group * kernels + row + r];
             }
         }
