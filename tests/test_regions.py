@@ -282,6 +282,18 @@ def test_lengths_that_come_in_turns_are_compiled_once() -> None:
     assert whole.compilations == len(whole.functions) == KEPT
 
 
+def test_functions_that_hold_large_arrays_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "KEPT_BYTES", 1_000_000)
+    proto = model("(float[n] x) => (float[n] y) { s = Shape(x) o = ConstantOfShape(s) t = Transpose(x) y = Sub(t, o) }")
+    runtime = Runtime(proto)
+    for _ in range(3):
+        for count in (100_000, 100_001, 100_002):  # 400,000 bytes of zeros each
+            check(runtime, proto, {"x": RANDOM.standard_normal(count).astype(np.float32)})
+    (region,) = found(runtime)
+    assert 3 <= region.compilations <= 6
+    assert len(region.functions) == 2
+
+
 # ---- decoding loops
 
 

@@ -35,7 +35,7 @@ __all__ = ["Node", "Plan", "RunError", "Unsupported", "plan"]
 
 #: A step whose constant inputs, and whose results, have at most this many elements is run once, while planning.
 FOLDED = 1 << 16
-#: Elements of the largest result of a ConstantOfShape that is made once, while planning, on a CPU.
+#: Elements of the largest result of a ConstantOfShape that is made once, while planning.
 FILLED = 1 << 28
 #: On a CPU a chain of these operators on constants is folded where its result takes at most so many bytes for each
 #: byte of the file: an int8 weight becomes float32, as its product wants it; one of 4 bits stays as it is.
@@ -410,7 +410,7 @@ class _Planner:
             if row.check is not None:
                 row.check(facts)
             run: Callable[..., Any] = row.run(facts) if row.planned else _bound(site, row, host)
-            run = run if prepare is None else prepare(facts, run) or run
+            run = run if prepare is None else _quicker(prepare, facts, run)
         except Lut4Error as error:
             self.problem(f"node '{site.name}' ({row.name}): {error}")
             return None
@@ -448,7 +448,7 @@ class _Planner:
         except Exception:  # noqa: BLE001 - it fails again when it runs, where the node is named
             return False
         results = result if type(result) is tuple else (result,)
-        most = FILLED if on_host() and (site.domain, site.node.op_type) == ("", "ConstantOfShape") else FOLDED
+        most = FILLED if (site.domain, site.node.op_type) == ("", "ConstantOfShape") else FOLDED
         large = bool(given) and not widened and any(getattr(part, "size", most + 1) > most for part in results)
         if large or len(results) < len(site.outputs):
             return False
@@ -567,6 +567,14 @@ def _apart(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
     copy = onnx.ValueInfoProto()
     copy.CopyFrom(value)
     return copy
+
+
+def _quicker(prepare: Callable[..., Any], facts: Node, run: Callable[..., Any]) -> Callable[..., Any]:
+    """What a row prepares for a node; its function where the node is malformed, which fails when it runs, in words."""
+    try:
+        return prepare(facts, run) or run
+    except (TypeError, ValueError, IndexError, OverflowError, MemoryError):
+        return run
 
 
 def _bound(site: Site, row: Operator, host: bool) -> Callable[..., Any]:

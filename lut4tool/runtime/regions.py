@@ -34,6 +34,8 @@ from lut4tool.runtime.plan import Plan
 SWITCH, SWITCHES = "LUT4TOOL_COMPILE", ("0", "1", "fuse")
 #: Functions that a region keeps: the least recently used goes first.
 KEPT = 16
+#: Bytes that the functions of a region may hold in arrays of their own, such as masks made of shapes.
+KEPT_BYTES = 1 << 28
 #: Steps that a region has at least.
 LEAST = 2
 #: Different inputs whose number of calls a region remembers.
@@ -118,20 +120,20 @@ class Region:
         key = _key(values)
         if key is None:
             return False
-        if key in self.functions:
-            self.functions.move_to_end(key)
-            function = self.functions[key]
-        elif self._comes_again(key):
-            function = self._keep(key, values)
-        else:
+        new = key not in self.functions
+        if new and not self._comes_again(key):
             return False
+        function = self._keep(key, values) if new else self.functions[key]
         if function is None:
             return False
         try:
             results = function(values)
         except Exception:  # noqa: BLE001 - step by step the same error, if it is one of the model, names its node
-            self.functions[key] = None
-            results = None
+            self.functions[key] = results = None
+        if new:
+            self._trim()
+        else:
+            self.functions.move_to_end(key)
         self._put(self._inputs, values)  # a function that is traced has moved them
         if results is None:
             return False
@@ -156,9 +158,14 @@ class Region:
         self.compilations += 1
         self.functions[key] = function
         self._calls.pop(key, None)
-        if len(self.functions) > KEPT:
-            self.functions.popitem(last=False)
         return function
+
+    def _trim(self) -> None:
+        """Let the functions go that were used longest ago, until few are left and they hold little."""
+        held = sum(function.nbytes for function in self.functions.values() if function is not None)
+        while len(self.functions) > KEPT or (held > KEPT_BYTES and len(self.functions) > 1):
+            _, function = self.functions.popitem(last=False)
+            held -= function.nbytes if function is not None else 0
 
     # -- step by step
 
@@ -215,11 +222,14 @@ class _Function:
         slots = [inputs[place] for place in self._arrays]
         hosts = [(slot, value) for slot, value in zip(inputs, values, strict=True) if type(value) is not mx.array]
         results: list[Any] = [_ARRAY] * len(outputs)  # those on the host; the others are what the function returns
-        lines, traced = [line(step) for step in steps], list[bool]()
+        #: Bytes of the arrays that the tracing made, about: others may make some meanwhile.
+        self.nbytes = 0
+        lines, traced = [line(step) for step in steps], list[int]()
 
         def trace(*arrays: mx.array) -> list[mx.array]:  # called once a thread that runs the function
             for slot, value in (*hosts, *zip(slots, arrays, strict=True)):
                 frame[slot] = value
+            before = mx.get_active_memory()
             try:
                 execute(frame, lines)
                 found = [frame[slot] for slot in outputs]
@@ -227,13 +237,13 @@ class _Function:
                 for step in steps:
                     for slot in step.outputs:
                         frame[slot] = None
+                traced.append(max(0, mx.get_active_memory() - before))
                 if not fuse:  # whether it fuses, MLX asks when the tracing is over
-                    traced.append(True)
                     backend.set_fusing(False)
             results[:] = [_ARRAY if type(value) is mx.array else value for value in found]
             return [value for value in found if type(value) is mx.array]
 
-        self._results, self._traced = results, traced
+        self._results, self._traced, self._fuse = results, traced, fuse
         self._compiled = mx.compile(trace)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
@@ -241,8 +251,9 @@ class _Function:
             arrays = iter(self._compiled(*[values[place] for place in self._arrays]))
         finally:
             if self._traced:
-                self._traced.clear()
-                backend.set_fusing(True)
+                self.nbytes = self._traced.pop()
+                if not self._fuse:
+                    backend.set_fusing(True)
         return [next(arrays) if value is _ARRAY else value for value in self._results]
 
 
