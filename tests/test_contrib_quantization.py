@@ -12,6 +12,8 @@ from contrib_cases import close, compare, contrib, onnxruntimes, ours
 from onnx.reference import ReferenceEvaluator
 from places import place  # noqa: F401 - a fixture
 
+from lut4tool import native
+from lut4tool.runtime import int8
 from lut4tool.runtime.registry import Unsupported
 from lut4tool.runtime.session import Runtime
 
@@ -161,6 +163,25 @@ def test_dynamic_quantize_matmul(dtype, columns, zeros, bias):
     inputs = [floats(2, 3, 20), bytes_(20, 6, dtype=dtype), np.asarray(np.abs(floats(*shape)), np.float32)]
     inputs += [np.asarray(bytes_(*shape, dtype=dtype), dtype) if zeros else None, floats(6) if bias else None]
     compare("DynamicQuantizeMatMul", inputs, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.skipif(not native.compiled(), reason="no native library was compiled")
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize(("zeros", "bias"), [(False, False), (True, False), (True, True)])
+def test_products_of_constant_bytes_are_packed(place, dtype, columns, zeros, bias, monkeypatch):  # noqa: F811
+    """Both operators, by the native product on a CPU."""
+    calls, times = [], int8.Product.times
+    monkeypatch.setattr(int8.Product, "times", lambda *values: calls.append(1) or times(*values))
+    shape, steps = (6,) if columns else (), bytes_(2, 3, 20)
+    b, scale = bytes_(20, 6, dtype=dtype), np.asarray(np.abs(floats(*shape)), np.float32)
+    tail = [np.asarray(bytes_(*shape, dtype=dtype), dtype) if zeros else None, floats(6) if bias else None]
+    fixed = [3] if zeros else []
+    compare("DynamicQuantizeMatMul", [floats(2, 3, 20), b, scale, *tail], 1e-5, 1e-4, constant=(1, *fixed))
+    fixed = [5] if zeros else []
+    inputs = [steps, b, scalar(0.02), scale, scalar(5, np.uint8), *tail]
+    compare("MatMulIntegerToFloat", inputs, 1e-5, 1e-4, constant=(1, *fixed))
+    assert len(calls) == (2 if place == "numpy" else 0)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ CASES = [
     ("Transpose", 13, [X], {}, 1),
     ("Slice", 13, [X, ints(1), ints(2**40), ints(2)], {}, 1),
     ("Slice", 13, [X, ints(-3, 0), ints(-1, 9), ints(1, 2), ints(1, 3)], {}, 1),
+    ("Slice", 13, [X, ("fed", ints(-3)), ("fed", ints(2**40)), ints(2)], {}, 1),
+    ("Slice", 13, [X, ints(1), ("fed", ints(-1)), ints(1), ints(1)], {}, 1),
     ("Slice", 9, [X], {"starts": [0, 1], "ends": [1, 3]}, 1),
     ("Split", 13, [X, ints(1, 3)], {"axis": 2}, 2),
     ("Split", 11, [X], {"axis": -1}, 2),

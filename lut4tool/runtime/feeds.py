@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,22 +84,25 @@ class ValueInfo:
         if proto.elem_type and (actual is None or actual.number != proto.elem_type):
             found = f"tensor({actual.name})" if actual else str(value.dtype)
             raise RunError(f"input '{self.name}' is {self}, not {found}")
-        if proto.HasField("shape"):
-            self._check_shape(value.shape, proto.shape, sizes)
+        if self.shape is not None:
+            self._check_shape(value.shape, self.shape, sizes)
         return to_device(value)
 
-    def _check_shape(self, shape: tuple[int, ...], declared: onnx.TensorShapeProto, sizes: Sizes) -> None:
-        given = f"not of shape {list(shape)}"
-        if len(shape) != len(declared.dim):
-            raise RunError(f"input '{self.name}' is {self}, {given}: its rank is {len(declared.dim)}")
-        for axis, (size, dim) in enumerate(zip(shape, declared.dim, strict=True)):
-            if _is_size(dim) and size != dim.dim_value:
-                raise RunError(f"input '{self.name}' is {self}, {given}: dimension {axis} must be {dim.dim_value}")
-            if dim.dim_param not in ("", "?"):  # Paddle's exporter writes "?" for every size that it does not know
-                known, source = sizes.setdefault(dim.dim_param, (size, self.name))
-                if known != size:
-                    why = f"dimension {axis}, '{dim.dim_param}', is {known} in input '{source}'"
-                    raise RunError(f"input '{self.name}' is {self}, {given}: {why}")
+    def _check_shape(self, shape: tuple[int, ...], declared: Sequence[int | str | None], sizes: Sizes) -> None:
+        if len(shape) != len(declared):
+            raise RunError(f"input '{self.name}' is {self}, not of shape {list(shape)}: its rank is {len(declared)}")
+        for axis, (size, wanted) in enumerate(zip(shape, declared, strict=True)):
+            if (
+                wanted is None or wanted == size or wanted == "?"
+            ):  # what Paddle's exporter writes where it does not know
+                continue
+            why = f"dimension {axis} must be {wanted}"
+            if isinstance(wanted, str):
+                known, source = sizes.setdefault(wanted, (size, self.name))
+                if known == size:
+                    continue
+                why = f"dimension {axis}, '{wanted}', is {known} in input '{source}'"
+            raise RunError(f"input '{self.name}' is {self}, not of shape {list(shape)}: {why}")
 
 
 def describe(value: onnx.ValueInfoProto) -> ValueInfo:

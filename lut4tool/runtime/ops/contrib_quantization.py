@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto
 
-from lut4tool.runtime import recurrent
+from lut4tool.runtime import int8, recurrent
 from lut4tool.runtime.dtypes import on_host
 from lut4tool.runtime.ops.compute import finish, numpy_type, working
 from lut4tool.runtime.ops.contrib_attention import only, self_attention
@@ -203,7 +203,43 @@ def _scaled_product(a: Any, b: Any, a_scale: Any, b_scale: Any, a_zero: Any, b_z
     return xp, y if added is None else y + added
 
 
-@op("MatMulIntegerToFloat", domain=MICROSOFT)
+def _packed_matrix(node: Node, matrix: int, zero: int) -> int8.Product | None:
+    """A constant matrix and its zero points, packed; None where they are not constant, or NumPy must multiply."""
+    b, offset = node.constants[matrix], (*node.constants, *[None] * 6)[zero]
+    if b is None or (offset is None and len(node.given) > zero and node.given[zero]):
+        return None
+    packed = int8.pack(b, offset)
+    return None if packed is None else int8.Product(packed, integer_product)
+
+
+def _prepare_scaled(node: Node, general: Callable[..., Any]) -> Callable[..., Any] | None:
+    product = _packed_matrix(node, 1, 5)
+    if product is None or node.types[2] != "tensor(float)":
+        return None
+
+    def run(
+        a: Any, b: Any, a_scale: Any, b_scale: Any, a_zero: Any = None, b_zero: Any = None, bias: Any = None
+    ) -> Any:
+        y = product.times(np.asarray(_one(a_scale) * _one(b_scale)), a, b, a_zero)
+        return y if bias is None else y + bias
+
+    return run
+
+
+def _prepare_dynamic(node: Node, general: Callable[..., Any]) -> Callable[..., Any] | None:
+    product = _packed_matrix(node, 1, 3)
+    if product is None:
+        return None
+
+    def run(a: Any, b: Any, b_scale: Any, b_zero: Any = None, bias: Any = None) -> Any:
+        steps, a_scale, a_zero = dynamic_quantize_linear(a)
+        y = product.times(np.asarray(a_scale * _one(b_scale)), steps, b, a_zero)
+        return y if bias is None else y + bias
+
+    return run
+
+
+@op("MatMulIntegerToFloat", domain=MICROSOFT, prepare=_prepare_scaled)
 def matmul_integer_to_float(
     a: Any, b: Any, a_scale: Any, b_scale: Any, a_zero_point: Any = None, b_zero_point: Any = None, bias: Any = None
 ) -> Any:
@@ -212,7 +248,7 @@ def matmul_integer_to_float(
     return finish(y, a_scale)
 
 
-@op("DynamicQuantizeMatMul", domain=MICROSOFT)
+@op("DynamicQuantizeMatMul", domain=MICROSOFT, prepare=_prepare_dynamic)
 def dynamic_quantize_matmul(a: Any, b: Any, b_scale: Any, b_zero_point: Any = None, bias: Any = None) -> Any:
     """MatMulIntegerToFloat of a after DynamicQuantizeLinear."""
     steps, a_scale, a_zero = dynamic_quantize_linear(a)

@@ -120,23 +120,37 @@ def transpose(node: Node, general: Run) -> Run | None:
 
 
 def slices(node: Node, general: Run) -> Run | None:
-    """A view by constant bounds of constant axes; those that Python's slices mean otherwise are left to the row."""
+    """A view by bounds of constant axes with constant steps; what Python's slices mean otherwise is the row's."""
     parts = [listed(node, name, place) for place, name in enumerate(("starts", "ends", "axes", "steps"), 1)]
-    if any(part is None and given(node, place) for place, part in enumerate(parts, 1)):
-        return None
     starts, ends, axes, steps = parts
-    if starts is None or ends is None or len(starts) != len(ends):
+    if any(part is None and given(node, place) for place, part in enumerate(parts[2:], 3)):
         return None
+    if starts is None or ends is None:
+        return _slice_by_values(axes, steps, general)
     axes, steps = axes or tuple(range(len(starts))), steps or (1,) * len(starts)
-    if len(axes) != len(starts) or len(steps) != len(starts) or min(axes) < 0 or min(steps) < 1:
+    if not len(axes) == len(starts) == len(ends) == len(steps) or min(axes, default=0) < 0 or min(steps, default=1) < 1:
         return None
-    found = [slice(None)] * (max(axes) + 1)
+    found = [slice(None)] * (max(axes, default=-1) + 1)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         found[axis] = slice(start, end, step)
     key, rank = tuple(found), len(found)
 
     def run(x: Any, *rest: Any) -> Any:
         return x[key] if x.ndim >= rank else general(x, *rest)
+
+    return run
+
+
+def _slice_by_values(axes: tuple[int, ...] | None, steps: tuple[int, ...] | None, general: Run) -> Run | None:
+    """One axis, its bounds known when it runs."""
+    if axes is None or len(axes) != 1 or axes[0] < 0 or steps not in (None, (1,)):
+        return None
+    before, rank = (slice(None),) * axes[0], axes[0] + 1
+
+    def run(x: Any, starts: Any, ends: Any, *rest: Any) -> Any:
+        if x.ndim < rank or starts.size != 1 or ends.size != 1:
+            return general(x, starts, ends, *rest)
+        return x[(*before, slice(starts.item(), ends.item()))]
 
     return run
 
