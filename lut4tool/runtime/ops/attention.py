@@ -116,4 +116,5 @@ def turned(xp: Any, heads: Any, cos: Any, sin: Any, interleaved: int | None, dim
     a, b = (part[..., 0::2], part[..., 1::2]) if interleaved else (part[..., :half], part[..., half:])
     real, imaginary = cos * a - sin * b, sin * a + cos * b
     joined = xp.stack([real, imaginary], axis=-1) if interleaved else xp.concatenate([real, imaginary], axis=-1)
-    return xp.concatenate([joined.reshape(part.shape), kept], axis=-1)
+    joined = joined.reshape(part.shape)
+    return xp.concatenate([joined, kept], axis=-1) if kept.shape[-1] else joined
