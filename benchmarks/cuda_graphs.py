@@ -1,15 +1,18 @@
-"""Time the CUDA kernels from CUDA graphs of many calls, each on another weight: microseconds between one and the next.
+"""Time CUDA kernels from CUDA graphs of many calls, each on another weight: microseconds between one and the next.
 
-The kernels' own texts are compiled by nvcc as MLX would compile them, and replayed by CuPy: MLX itself needs longer on
+Our kernels' own texts are compiled by nvcc as MLX would compile them, and replayed by CuPy: MLX itself needs longer on
 the host for a product than the smallest of them takes, and a profiler adds the start of each kernel.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,70 +20,43 @@ from typing import Any
 from lut4tool.kernels.cuda.program import Program
 from tests.cuda_text import translation_unit
 
-SETS, REPLAYS = 40, 9
+REPLAYS = 9
 
 
-def time_product(multiply: Callable[[Any, Any], Any], x: Any, weight: Any) -> float:
-    """Microseconds of a product that is one kernel; its weight's arrays are replaced by SETS random ones."""
-    import cupy
-    import numpy as np
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as a product launches it: its arrays, the shapes of its results, its grid."""
 
-    launches: list[tuple[Program, list[Any], list[Any], Any]] = []
+    program: Program
+    arrays: list[Any]
+    shapes: list[Any]
+    grid: tuple[int, ...]
+
+
+def launch_of(multiply: Callable[[Any, Any], Any], x: Any, weight: Any) -> Launch:
+    """What a product that is one kernel launches; nothing runs."""
+    import mlx.core as mx
+
+    launches: list[Launch] = []
     original = Program.launch
 
     def record(program: Program, arrays: Any, shapes: Any, grid: Any) -> Any:
-        launches.append((program, list(arrays), list(shapes), grid))
-        return original(program, arrays, shapes, grid)
+        launches.append(Launch(program, list(arrays), list(shapes), tuple(grid)))
+        return [mx.zeros(shape) for shape in shapes]
 
     Program.launch = record  # type: ignore[method-assign]
     try:
         multiply(x, weight)
     finally:
         Program.launch = original  # type: ignore[method-assign]
-    ((program, arrays, shapes, grid),) = launches
-    kernel = _compiled(program)
-    rng = np.random.default_rng(0)
+    (launch,) = launches
+    return launch
 
-    def copies(name: str, dtype: str, array: Any) -> list[Any]:
-        size = {"float32": 4, "uint32": 4, "uint8": 1, "int64": 8}.get(dtype, 2) * array.size
-        count = SETS if size > 1 << 20 and name != "x" else 1
-        if dtype == "float32":
-            return [cupy.random.uniform(0.01, 0.1, array.size, dtype=cupy.float32) for _ in range(count)]
-        if dtype in ("bfloat16", "float16", "uint32"):  # halves of about 0.1
-            half = np.uint16(0x3DCC)
-            return [cupy.full(size // 2, half, dtype=cupy.uint16) for _ in range(count)]
-        return [cupy.asarray(rng.integers(0, 256, size, dtype=np.uint8)) for _ in range(count)]
 
-    inputs = [
-        (name, copies(name, dtype, array), np.array([*array.shape, *[0] * (10 - array.ndim)], np.int32).view("V40"))
-        for (name, dtype), array in zip(program.inputs, arrays, strict=True)
-    ]
-    out = cupy.empty(int(np.prod(shapes[0])) * 4, dtype=cupy.uint8)
-
-    def launch(i: int) -> None:
-        arguments: list[Any] = []
-        for name, sets, shape in inputs:
-            arguments.append(sets[i % len(sets)])
-            if f"{name}_shape" in program.body:
-                arguments.append(shape)
-        kernel((*grid, 1, 1)[:3], (program.threads, 1, 1), (*arguments, out), shared_mem=program.shared)
-
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        launch(0)
-        stream.begin_capture()
-        for i in range(SETS):
-            launch(i)
-        graph = stream.end_capture()
-        times = []
-        for _ in range(REPLAYS):
-            start, end = cupy.cuda.Event(), cupy.cuda.Event()
-            start.record(stream)
-            graph.launch(stream)
-            end.record(stream)
-            end.synchronize()
-            times.append(cupy.cuda.get_elapsed_time(start, end) * 1000 / SETS)
-    return statistics.median(times[2:])
+def compile_all(programs: Iterable[Program]) -> None:
+    """Compile with as many processes as the machine has cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(cubin, set(programs)))
 
 
 @cache
@@ -95,7 +71,82 @@ def cubin(program: Program) -> bytes:
         return done.read_bytes()
 
 
-def _compiled(program: Program) -> Any:
+def time_launch(launch: Launch, sets: int) -> float:
+    """Microseconds of a launch, over `sets` weights of random bytes; small arrays are the launch's own."""
+    import cupy
+    import numpy as np
+
+    program, rng = launch.program, np.random.default_rng(0)
+    kernel = _loaded(program)
+
+    def copies(name: str, dtype: str, array: Any) -> list[Any]:
+        if name == "x" and dtype != "float32":
+            return [cupy.full(array.size, 0x3DCC, dtype=cupy.uint16)]  # halves of about 0.1
+        if array.nbytes < 1 << 20 or name == "x":
+            return [cupy.asarray(np.array(array))]
+        if dtype == "float32":
+            return [cupy.random.uniform(0.01, 0.1, array.size, dtype=cupy.float32) for _ in range(sets)]
+        if dtype == "uint32":  # scale and zero point of a QMM weight
+            return [cupy.full(array.size, 0xC3083DCC, dtype=cupy.uint32) for _ in range(sets)]
+        return [cupy.asarray(rng.integers(0, 256, array.size, dtype=np.uint8)) for _ in range(sets)]
+
+    inputs = [
+        (name, copies(name, dtype, array), np.array([*array.shape, *[0] * (10 - array.ndim)], np.int32).view("V40"))
+        for (name, dtype), array in zip(program.inputs, launch.arrays, strict=True)
+    ]
+    out = cupy.empty(int(np.prod(launch.shapes[0])) * 4, dtype=cupy.uint8)
+
+    def run(i: int) -> None:
+        arguments: list[Any] = []
+        for name, arrays, shape in inputs:
+            arguments.append(arrays[i % len(arrays)])
+            if f"{name}_shape" in program.body:
+                arguments.append(shape)
+        kernel((*launch.grid, 1, 1)[:3], (program.threads, 1, 1), (*arguments, out), shared_mem=program.shared)
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        run(0)
+        stream.begin_capture()
+        for i in range(sets):
+            run(i)
+        graph = stream.end_capture()
+        times = []
+        for _ in range(REPLAYS):
+            start, end = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record(stream)
+            graph.launch(stream)
+            end.record(stream)
+            end.synchronize()
+            times.append(cupy.cuda.get_elapsed_time(start, end) * 1000 / sets)
+    inputs.clear()
+    cupy.get_default_memory_pool().free_all_blocks()
+    return statistics.median(times[2:])
+
+
+def time_torch(call: Callable[[int], Any], sets: int) -> float:
+    """Microseconds of a call of torch by the number of the weight, from a torch graph."""
+    import torch
+
+    for i in range(3):
+        call(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(sets):
+            call(i)
+    times = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / sets)
+    return statistics.median(times[2:])
+
+
+def _loaded(program: Program) -> Any:
     import cupy
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

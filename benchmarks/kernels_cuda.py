@@ -1,33 +1,31 @@
-"""Time the CUDA kernels on the GPU of this machine: microseconds of device time a product, by Nsight Compute.
+"""Time the CUDA kernels of this machine's GPU beside torch and bitsandbytes: microseconds of device time a product.
 
-    python benchmarks/kernels_cuda.py [--only TEXT] [--bars] [--kernels gemv,tile,decode] [--peers] [--json FILE]
-    python benchmarks/kernels_cuda.py --once lookup4:bfloat16:14336x4096:1     one product of 4 weights, for a profiler
+    python benchmarks/kernels_cuda.py [--only TEXT] [--no-peers] [--json FILE]     the table, in one run
+    python benchmarks/kernels_cuda.py --thresholds      time each kernel for each M, write where they cross
+    python benchmarks/kernels_cuda.py --once lookup4:bfloat16:14336x4096:1     a product of 4 weights, for a profiler
 
-A case multiplies by 20 weights in turn, far more than the L2 cache holds. Caches are not flushed besides, clocks are
-left alone, and the kernels of a product are added (a decode and its product; whatever a peer launches). MLX needs about
-as long on the host for a product as the smallest of these takes on the GPU, so that wall-clock times would measure the
-host. cuda_graphs.py times one kernel from graphs. Peers: torch's dense product, bitsandbytes' matmul_4bit (NF4).
+Every call of a graph takes another weight, 1.3 GB and more in turn, so that nothing is in the L2 cache. Caches are not
+flushed besides, clocks are left alone. A decode and MLX's product, two kernels, are timed by the wall clock over many
+products in one evaluation; they take longer on the GPU than on the host. The floor is packed bytes and scales over the
+bandwidth that a copy of 4 GB reaches here. Peers: torch's dense product, bitsandbytes' matmul_4bit (NF4, block 64).
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
-import io
 import json
 import statistics
-import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-SETS, WARM = 20, 6
-BF16_BARS = {1: 16, 4: 17, 8: 0, 16: 22, 32: 0, 64: 0, 128: 45, 256: 0, 512: 0, 2048: 420}
-FLOAT_BARS = {1: 15, 2: 0, 4: 22, 16: 60, 64: 0, 128: 0, 512: 0, 2048: 0}
+BF16_BARS = {1: 16, 2: 0, 4: 17, 8: 0, 16: 22, 32: 0, 64: 0, 128: 45, 512: 0, 2048: 420}
+FLOAT_BARS = {1: 15, 2: 0, 4: 22, 8: 0, 16: 60, 64: 0, 128: 0, 512: 0}
 #: kind, type, N, K, block, M, bar in microseconds (0: none)
 CASES = [
     *(("lookup4", "bfloat16", 14336, 4096, 64, m, bar) for m, bar in BF16_BARS.items()),
@@ -38,6 +36,8 @@ CASES = [
     ("lookup4", "float32", 4096, 4096, 64, 1, 0),
     *(("qmm", "bfloat16", 14336, 4096, 32, m, bar) for m, bar in ((1, 20), (16, 0), (128, 60), (2048, 450))),
 ]  # fmt: skip
+THRESHOLDS = Path(__file__).parents[1] / "lut4tool/kernels/cuda/thresholds.py"
+CROSSINGS = {"bfloat16": (1, 4, 8, 12, 16, 32, 64, 96, 128, 192, 256), "float32": (1, 2, 4, 6, 8, 16)}
 
 
 def ours(kind: str, dtype: str, n: int, k: int, block: int, sets: int) -> Iterator[Any]:
@@ -46,24 +46,25 @@ def ours(kind: str, dtype: str, n: int, k: int, block: int, sets: int) -> Iterat
     import numpy as np
 
     from lut4tool.formats import NF4
-    from lut4tool.kernels.cuda.weights import CHUNK, DeviceWeight
+    from lut4tool.kernels.cuda.weights import CHUNK, TILE, DeviceWeight
 
     chunks, groups, half = k // CHUNK, CHUNK // block, dtype != "float32"
+    tile = TILE[half]
     book = mx.array(NF4 if kind == "lookup4" else np.arange(16, dtype=np.float32))
     for _ in range(sets):
-        shape = (n // 16, chunks, 16, CHUNK // 2) if half else (n, chunks, CHUNK // 2)
-        codes = mx.random.randint(0, 256, shape).astype(mx.uint8)
-        scales = mx.random.uniform(0.01, 0.1, (n, chunks * groups))
+        codes = mx.random.randint(0, 256, (n // tile, chunks, tile, CHUNK // 2)).astype(mx.uint8)
+        scales = mx.random.uniform(0.01, 0.1, (n // tile, chunks, tile, groups))
         if kind == "qmm" and half:
             low = scales.astype(mx.bfloat16).view(mx.uint16).astype(mx.uint32)
             high = mx.array(-136.0, mx.bfloat16).view(mx.uint16).astype(mx.uint32)
             scales = low | (high << 16)
-        depth = mx.zeros((k,), mx.uint8)
-        mx.eval(codes, scales, book, depth)
-        yield DeviceWeight(n, half, codes, book, scales, scales, groups, 0, kind == "qmm", False, True, depth)
+        sizes = mx.array([n, k], mx.int32)
+        mx.eval(codes, scales, book, sizes)
+        affine = kind == "qmm"
+        yield DeviceWeight(n, tile, codes, book, scales, scales, groups, 0, affine, False, True, True, k, sizes)
 
 
-def product(kind: str, dtype: str, kernel: str) -> Callable[[Any, Any], Any]:
+def product(dtype: str, kernel: str) -> Callable[[Any, Any], Any]:
     """The product of x and a weight by one kernel."""
     import mlx.core as mx
 
@@ -76,147 +77,138 @@ def product(kind: str, dtype: str, kernel: str) -> Callable[[Any, Any], Any]:
     return lambda x, w: module.product(x, w, dtype)
 
 
-def peers(dtype: str, n: int, k: int, m: int) -> Iterator[tuple[str, Callable[[int], Any]]]:
-    """Names and products, by the number of the weight, of torch and bitsandbytes."""
+def time_ours(cases: list[tuple[Any, ...]]) -> list[float]:
+    """Microseconds of cases (kind, type, N, K, block, M, kernel)."""
+    from lut4tool.runtime.backend import mx  # isort: skip
+    from benchmarks.cuda_graphs import compile_all, launch_of, time_launch
+
+    launches = {}
+    for case in cases:
+        *facts, m, kernel = case
+        if kernel != "decode":
+            (weight,) = ours(*facts, 1)
+            x = mx.zeros((m, facts[3]), getattr(mx, facts[1]))
+            launches[case] = launch_of(product(facts[1], kernel), x, weight)
+    compile_all(launch.program for launch in launches.values())
+    done = []
+    for case in cases:
+        *facts, m, kernel = case
+        sets = 20 if facts[2] * facts[3] > 1 << 27 else 40
+        done.append(time_launch(launches[case], sets) if case in launches else time_decode(facts, m))
+    return done
+
+
+def time_decode(facts: list[Any], m: int) -> float:
+    """Microseconds of a decode and MLX's product."""
+    import mlx.core as mx
+
+    weights, x = list(ours(*facts, 20)), mx.random.normal((m, facts[3])).astype(getattr(mx, facts[1]))
+    multiply, times = product(facts[1], "decode"), []
+    for _ in range(7):
+        mx.synchronize()
+        start = time.perf_counter()
+        mx.eval([multiply(x, weight) for weight in weights])
+        mx.synchronize()
+        times.append((time.perf_counter() - start) * 1e6 / len(weights))
+    weights.clear()
+    gc.collect()
+    mx.clear_cache()
+    return statistics.median(times[2:])
+
+
+def time_peers(dtype: str, n: int, k: int, m: int) -> dict[str, float]:
+    """Microseconds of torch's dense product and of bitsandbytes."""
     import bitsandbytes
     import torch
 
-    kind = getattr(torch, dtype)
+    from benchmarks.cuda_graphs import time_torch
+
+    kind, sets = getattr(torch, dtype), 20
     torch.backends.cuda.matmul.allow_tf32 = False
     x = torch.randn(m, k, device="cuda", dtype=kind)
-    dense = [torch.randn(n, k, device="cuda", dtype=kind) for _ in range(4)]  # each more than the L2 cache
-    yield "torch", lambda i: torch.matmul(x, dense[i % 4].t())
+    dense = [torch.randn(n, k, device="cuda", dtype=kind) for _ in range(6)]  # each more than the L2 cache
+    done = {"torch": time_torch(lambda i: torch.matmul(x, dense[i % len(dense)].t()), sets)}
     packed, state = bitsandbytes.functional.quantize_4bit(dense[0], blocksize=64, quant_type="nf4")
-    copies = [packed.clone() for _ in range(SETS)]
+    copies = [packed.clone() for _ in range(sets)]
     with torch.no_grad():
-        yield "bitsandbytes", lambda i: bitsandbytes.matmul_4bit(x, copies[i].t(), state)
+        done["bitsandbytes"] = time_torch(lambda i: bitsandbytes.matmul_4bit(x, copies[i].t(), state), sets)
+    return done
 
 
-def synchronized(call: Callable[[int], Any]) -> Callable[[int], None]:
-    """The call, and the wait for torch's stream."""
-    import torch
+def copy_bandwidth() -> float:
+    """Bytes read and written a second by a copy of 4 GB on the device."""
+    import cupy
 
-    def run(i: int) -> None:
-        call(i)
-        torch.cuda.synchronize()
-
-    return run
-
-
-def marker() -> Callable[[], None]:
-    """A kernel that marks where a case begins and ends."""
-    import mlx.core as mx
-
-    from lut4tool.kernels.cuda.program import Program
-
-    program = Program("marker", (("x", "float32"),), (("y", "float32"),), "y[0] = x[0];", 32)
-    x = mx.zeros((1,))
-
-    def mark() -> None:
-        mx.eval(program.launch([x], [(1,)], (1,)))
-        mx.synchronize()
-
-    return mark
+    source = cupy.ones(1 << 30, cupy.float32)
+    target, times = cupy.empty_like(source), []
+    for _ in range(7):
+        start, end = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        cupy.copyto(target, source)
+        end.record()
+        end.synchronize()
+        times.append(cupy.cuda.get_elapsed_time(start, end) / 1000)
+    bytes_moved = 2 * source.nbytes
+    del source, target
+    cupy.get_default_memory_pool().free_all_blocks()
+    return bytes_moved / min(times)
 
 
-def run_cases(args: argparse.Namespace) -> None:
-    """Run every case between two markers; what a profiler needs to know of them goes to `args.marked`."""
-    from lut4tool.runtime.backend import mx  # isort: skip
+def table(args: argparse.Namespace) -> None:
+    """Print the table of CASES, a line a case."""
+    from lut4tool.kernels import cuda
 
-    mark, names = marker(), []
-    weights: list[Any] = []
-    made: tuple[Any, ...] = ()
-
-    def timed(case: str, kernel: str, bar: float, call: Callable[[int], None]) -> None:
-        for i in range(WARM):
-            call(i)
-        mark()
-        for i in range(SETS):
-            call(i)
-        mark()
-        names.append((case, kernel, bar))
-
-    for kind, dtype, n, k, block, m, bar in CASES:
-        case = f"{kind}:{dtype}:{n}x{k}:{m}"
-        if args.only not in case or (args.bars and not bar):
-            continue
-        if made != (kind, dtype == "float32", n, k, block):
-            weights.clear()
-            gc.collect()
-            mx.clear_cache()
-            weights, made = list(ours(kind, dtype, n, k, block, SETS)), (kind, dtype == "float32", n, k, block)
-        x = mx.random.normal((m, k)).astype(getattr(mx, dtype))
-        mx.eval(x)
-        most = {"gemv": 4 if dtype == "float32" else 16, "tile": 2048, "decode": 1 << 62}
-        for kernel in args.kernels.split(","):
-            if m <= most[kernel] and not (kernel == "decode" and (m < 128 or dtype == "float32")):
-                multiply = product(kind, dtype, kernel)
-                timed(case, kernel, bar, lambda i: mx.eval(multiply(x, weights[i])))  # noqa: B023
-        if args.peers and kind == "lookup4":
-            import torch
-
-            for name, call in peers(dtype, n, k, m):
-                timed(case, name, bar, synchronized(call))
-            torch.cuda.empty_cache()
-    args.marked.write_text(json.dumps(names))
-
-
-def times_of(report: str) -> Iterator[list[float]]:
-    """Microseconds of the kernels between each pair of markers, from ncu's CSV."""
-    rows = csv.DictReader(io.StringIO(report[report.index('"ID"') :]))
-    inside: list[float] | None = None
-    for row in rows:
-        if "lut4tool_marker" in row["Kernel Name"]:
-            if inside is None:
-                inside = []
-            else:
-                yield inside
-                inside = None
-        elif inside is not None:
-            scale = {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3}[
-                row["Metric Unit"]
-            ]
-            inside.append(float(row["Metric Value"].replace(",", "")) * scale)
-
-
-def profile(args: argparse.Namespace, argv: list[str]) -> None:
-    """Run this file again under ncu and print a line a case and kernel."""
-    names = Path("/tmp/kernels_cuda_cases.json")
-    ncu = ["ncu", "--csv", "--clock-control", "none", "--cache-control", "none", "--metrics", "gpu__time_duration.sum"]
-    command = [*ncu, "--graph-profiling", "node", sys.executable, __file__, *argv, "--marked", str(names)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode or '"ID"' not in done.stdout:
-        sys.exit(done.stdout[-3000:] + done.stderr[-3000:])
+    cases = [case for case in CASES if args.only in f"{case[0]}:{case[1]}:{case[2]}x{case[3]}:{case[5]}"]
+    kernels = [cuda.pick(dtype, m, n) for _, dtype, n, _, _, m, _ in cases]
+    bandwidth = copy_bandwidth()
+    print(f"copy: {bandwidth / 1e12:.2f} TB/s")
+    print(f"{'N x K':14} {'M':>4} {'type':14} {'kernel':7} {'us':>8} {'bar':>5} {'floor':>6} {'torch':>8} {'bnb':>8}")
     rows = []
-    for (case, kernel, bar), times in zip(json.loads(names.read_text()), times_of(done.stdout), strict=True):
-        each = len(times) // SETS
-        products = [sum(times[i : i + each]) for i in range(0, len(times), each)] if each else [sum(times) / SETS]
-        rows.append({"case": case, "kernel": kernel, "bar": bar, "us": round(statistics.median(products), 2)})
-        print(
-            f"{case:34} {kernel:13} {rows[-1]['us']:9.2f} us  {f'bar {bar}' if bar else '':9} {each} kernels",
-            flush=True,
-        )
+    times = time_ours([(*case[:6], kernel) for case, kernel in zip(cases, kernels, strict=True)])
+    for (kind, dtype, n, k, block, m, bar), kernel, us in zip(cases, kernels, times, strict=True):
+        floor = (n * k / 2 + n * k / block * 4) / bandwidth * 1e6
+        peers = time_peers(dtype, n, k, m) if kind == "lookup4" and not args.no_peers else {}
+        gc.collect()
+        name = dtype if kind == "lookup4" else f"QMM {dtype}"
+        facts = {"n": n, "k": k, "m": m, "type": name, "kernel": kernel, "us": round(us, 2), "bar": bar}
+        rows.append({**facts, "floor": round(floor, 1), **{peer: round(value, 1) for peer, value in peers.items()}})
+        beside = " ".join(f"{peers.get(peer, 0):8.1f}" for peer in ("torch", "bitsandbytes"))
+        print(f"{n} x {k:<6} {m:4} {name:14} {kernel:7} {us:8.2f} {bar or '':5} {floor:6.1f} {beside}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
 
 
-def main() -> None:
-    """Print a table, a row a case and kernel."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--once")
-    parser.add_argument("--kernels", default="gemv,tile,decode")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--bars", action="store_true", help="only the cases that have a bar")
-    parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--marked", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.once:
-        once(args.once)
-    elif args.marked:
-        run_cases(args)
-    else:
-        profile(args, sys.argv[1:])
+def thresholds() -> None:
+    """Time each kernel at 14336 x 4096 and write the most rows for which it is the quickest."""
+    from lut4tool.kernels.cuda import gemv_float, gemv_half
+
+    most: dict[str, dict[str, int]] = {}
+    for dtype, sizes in CROSSINGS.items():
+        half = dtype != "float32"
+        limits = {"gemv": gemv_half.MOST_ROWS if half else gemv_float.MOST_ROWS, "tile": 256}
+        cases = [
+            ("lookup4", dtype, 14336, 4096, 64, m, kernel)
+            for m in sizes
+            for kernel in ("gemv", "tile", "decode")
+            if m <= limits.get(kernel, m) and (kernel != "decode" or (half and m >= 64))
+        ]
+        us = {(case[5], case[6]): value for case, value in zip(cases, time_ours(cases), strict=True)}
+        best = {m: min((value, kernel) for (rows, kernel), value in us.items() if rows == m)[1] for m in sizes}
+        for m in sizes:
+            print(dtype, m, {kernel: round(value, 1) for (rows, kernel), value in us.items() if rows == m}, best[m])
+        most["half" if half else "float32"] = {
+            kernel: max((m for m in sizes if best[m] == kernel), default=0) for kernel in ("gemv", "tile")
+        }
+    half, float32 = most["half"], most["float32"]
+    text = THRESHOLDS.read_text()
+    text = text[: text.index("MOST_ROWS")] + (
+        "MOST_ROWS = {\n"
+        f'    "half": {{"gemv": {half["gemv"]}, "tile": {half["tile"]}}},\n'
+        f'    "float32": {{"gemv": {float32["gemv"]}, "tile": 1 << 62}},\n'
+        "}\n"
+    )
+    THRESHOLDS.write_text(text)
+    print(text)
 
 
 def once(case: str) -> None:
@@ -227,11 +219,28 @@ def once(case: str) -> None:
     kind, dtype, shape, rows, *kernel = case.split(":")
     n, k = map(int, shape.split("x"))
     m, block = int(rows), 32 if kind == "qmm" else 64
-    multiply = product(kind, dtype, kernel[0] if kernel else cuda.pick(dtype, m))
+    multiply = product(dtype, kernel[0] if kernel else cuda.pick(dtype, m, n))
     x = mx.random.normal((m, k)).astype(getattr(mx, dtype))
     mx.eval(x)
     for w in ours(kind, dtype, n, k, block, 4):
         mx.eval(multiply(x, w))
+
+
+def main() -> None:
+    """Print a table, write thresholds, or run one case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--once")
+    parser.add_argument("--thresholds", action="store_true")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.once:
+        once(args.once)
+    elif args.thresholds:
+        thresholds()
+    else:
+        table(args)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def weight(**facts: Any) -> Any:
     """What programs ask of a weight on the device: 14336 x 4096 in blocks of 64 unless told."""
     usual = {
         "rows": 14336,
-        "tiled": True,
+        "tile": 16,
         "chunks": 32,
         "groups": 2,
         "span": 0,
@@ -54,6 +54,7 @@ def weight(**facts: Any) -> Any:
 def _programs() -> Iterator[tuple[str, Program]]:
     yield "arrange", weights.ARRANGER
     lookup, along_n = weight(), weight(span=64, groups=1)
+    lookup_4, along_n_4 = weight(tile=4), weight(tile=4, span=64, groups=1)
     for half in ("bfloat16", "float16"):
         affine = weight(affine=True, interleaved=True, groups=4)
         points = weight(affine=True, interleaved=True, groups=8, float_points=True)
@@ -64,15 +65,16 @@ def _programs() -> Iterator[tuple[str, Program]]:
                 yield f"tile {half} {kind} {columns}", tile_half.program(half, given, columns, 1)[0]
             yield f"decode {half} {kind}", decode.program(given, half)
     for kind, given, rounding in (
-        ("lookup", lookup, "float32"),
-        ("rounded", lookup, "bfloat16"),
-        ("along n", along_n, "float32"),
-        ("affine", weight(affine=True, groups=4), "float16"),
-        ("long", weight(fold=False, groups=8, chunks=112), "float32"),
+        ("lookup", lookup_4, "float32"),
+        ("rounded", lookup_4, "bfloat16"),
+        ("along n", along_n_4, "float32"),
+        ("affine", weight(tile=4, affine=True, groups=4), "float16"),
+        ("long", weight(tile=4, fold=False, groups=8, chunks=112), "float32"),
     ):
         for m in (1, 2, 4):
             yield f"gemv float32 {kind} {m}", gemv_float.program(given, m, rounding)[0]
-        yield f"tile float32 {kind}", tile_float.program(given, rounding)
+        for columns in (8, 16):
+            yield f"tile float32 {kind} {columns}", tile_float.program(given, rounding, columns)
         yield f"decode float32 {kind}", decode.program(given, rounding)
     small = Lookup4Weight(np.zeros(8, np.uint8), np.ones(1, np.float32), NF4, 4, 4, 16)
     for dtype in ("float32", "float16", "bfloat16"):

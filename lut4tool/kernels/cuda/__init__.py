@@ -1,8 +1,8 @@
 """The CUDA kernels: products with 4-bit weights on an NVIDIA GPU, through mx.fast.cuda_kernel.
 
 A weight is put into the kernels' own order once (weights.py). A few rows of x go to a GEMV, more to a tile that decodes
-into registers or shared memory, many halves to a decode of the whole weight and MLX's product; shapes that the order
-does not hold go to `general`. float32 is within 2^-21 * sum |x||w| of exact; halves are multiplied as rounded by the
+into registers, many halves to a decode of the whole weight and MLX's product; shapes that the order does not hold go to
+`general`. float32 is within 2^-21 * sum |x||w| of exact; halves are multiplied as rounded by the
 weight's own rule, summed in float32 and rounded once.
 """
 
@@ -13,16 +13,11 @@ import mlx.core as mx
 from lut4tool.formats import Lookup4Weight, QmmWeight
 from lut4tool.kernels import reference
 from lut4tool.kernels.cuda import decode, gemv_float, gemv_half, general, tile_float, tile_half
+from lut4tool.kernels.cuda.program import multiprocessors
+from lut4tool.kernels.cuda.thresholds import MOST_ROWS
 from lut4tool.kernels.cuda.weights import CHUNK, Weight, arranged, irregular
 
 KERNELS = ("gemv", "tile", "decode")
-
-#: The most rows of x that each kernel is picked for, by class of type: where benchmarks/kernels_cuda.py sees them cross
-#: at 14336 x 4096 on an H200. In float32 a decode would gain nothing: a plain product is not within the bound.
-MOST_ROWS = {
-    "half": {"gemv": 8, "tile": 128},
-    "float32": {"gemv": gemv_float.MOST_ROWS, "tile": 1 << 62},
-}
 
 #: Kinds of product that a probe has made.
 _WORKED: set[tuple[object, ...]] = set()
@@ -80,14 +75,16 @@ def _product(x: mx.array, weight: Weight, columns: int, kernel: str | None) -> m
         return mx.zeros((0, columns), x.dtype)
     if irregular(weight):
         return general.product(x, weight, dtype)
-    kernel = kernel or pick(dtype, x.shape[0])
+    kernel = kernel or pick(dtype, x.shape[0], columns)
     if kernel == "decode":
         return _dense_product(x, weight, dtype)
+    half = dtype != "float32"
+    on_device = arranged(weight, half)
+    if kernel == "tile" and not half and not on_device.finite:  # Inf and NaN are no sums of parts
+        return general.product(x, weight, dtype)
     depth = x.shape[1]
     if depth % CHUNK:
         x = mx.pad(x, [(0, 0), (0, -depth % CHUNK)])
-    half = dtype != "float32"
-    on_device = arranged(weight, half)
     if half:
         product, step = (gemv_half.product, gemv_half.MOST_ROWS) if kernel == "gemv" else (tile_half.product, len(x))
     else:
@@ -96,10 +93,16 @@ def _product(x: mx.array, weight: Weight, columns: int, kernel: str | None) -> m
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
-def pick(dtype: str, m: int) -> str:
-    """Name the kernel that serves m rows of x of a type."""
+def pick(dtype: str, m: int, n: int) -> str:
+    """Name the kernel that serves m rows of x of a type and n outputs.
+
+    No decode where MLX's product could not give every multiprocessor a tile: it then splits K, and rounds the parts.
+    """
     most = MOST_ROWS["float32" if dtype == "float32" else "half"]
-    return "gemv" if m <= most["gemv"] else "tile" if m <= most["tile"] else "decode"
+    if m <= most["gemv"]:
+        return "gemv"
+    many = -(-m // 128) * -(-n // 128) >= multiprocessors()
+    return "decode" if m > most["tile"] and many else "tile"
 
 
 def _dense_product(x: mx.array, weight: Weight, dtype: str) -> mx.array:

@@ -21,15 +21,17 @@ BODY = r"""
 #define ROUND(v) (v)
 #endif
   extern __shared__ uint4 dynamic[];
-  const long long chunks = codes_shape[1], pieces = OUTPUTS * chunks * 4;
-  const int tid = threadIdx.x, K = depth_shape[0];
+  const float entry = load_entry(book, threadIdx.x);
+  const int tid = threadIdx.x, N = __ldg(sizes), K = __ldg(sizes + 1);
+  const long long chunks = codes_shape[1], pieces = N * chunks * 4;
   const unsigned bits = lane_bits(table_of(dynamic), tid & 31);
-  build_table<THREADS>(after_table(reinterpret_cast<char*>(dynamic)) - 65536, book, tid);
+  build_table<THREADS>(after_table(reinterpret_cast<char*>(dynamic)) - 65536, entry, tid);
   __syncthreads();
   for (long long i = blockIdx.x * (long long)THREADS + tid; i < pieces; i += (long long)gridDim.x * THREADS) {
     const unsigned at = (unsigned)(i >> 2), n = at / (unsigned)chunks, c = at % (unsigned)chunks;  // N * K < 2^39
     const int q = i & 3;
-    const long long piece = TILED ? ((long long)(n >> 4) * chunks + c) * 16 + (n & 15) : at;
+    const long long tile = ((long long)(n / TILE) * chunks + c) * TILE;
+    const long long piece = tile + (TILE == 16 ? n & 15 : (n & 3) ^ (c & 1));
     uint4 words[4];
 #pragma unroll
     for (int t = 0; t < 4; ++t) words[t] = __ldg(reinterpret_cast<const uint4*>(codes + piece * 64) + t);
@@ -37,7 +39,8 @@ BODY = r"""
 #pragma unroll
     for (int b = 0; b < 4; ++b) {                       // byte 4 b + q of piece t: k = 32 b + 8 q + 2 t and the next
 #if !SPAN
-      const long long group = piece * GROUPS + (b * 2 + q / 2) * GROUPS / 8;
+      const long long row = tile + (TILE == 16 ? (n & 7) * 2 + (n >> 3 & 1) : n & 3);  // where its scales lie
+      const long long group = row * GROUPS + (b * 2 + q / 2) * GROUPS / 8;
 #if INTERLEAVED
       const unsigned both = __ldg(scales + group);
       const float scale = HALF_BITS(both), base = HALF_BITS(both >> 16) + MAGIC;
@@ -86,7 +89,7 @@ BODY = r"""
 def dense(weight: DeviceWeight, dtype: str) -> mx.array:
     """Decode to [N, K] of `dtype`, the type that the weight is rounded to."""
     blocks = min(multiprocessors(), -(-weight.rows * weight.chunks * 4 // THREADS))
-    arrays = [weight.codes, weight.scales, weight.points, weight.book, weight.depth_bytes]
+    arrays = [weight.codes, weight.scales, weight.points, weight.book, weight.sizes]
     (values,) = program(weight, dtype).launch(arrays, [(weight.rows, weight.depth)], (blocks,))
     return values
 
@@ -98,14 +101,14 @@ def program(weight: DeviceWeight, dtype: str) -> Program:
     kind = "uint32" if interleaved else "float32"
     magic = 0 if weight.float_points else {"float32": 0, "bfloat16": 128, "float16": 1024}[dtype]
     constants = {
-        "OUTPUTS": weight.rows, "TILED": int(weight.tiled), "AFFINE": int(weight.affine),
+        "TILE": weight.tile, "AFFINE": int(weight.affine),
         "INTERLEAVED": int(interleaved), "SPAN": weight.span, "GROUPS": weight.groups, "ROUNDING": rounding,
         "MAGIC": magic,
     }  # fmt: skip
     half_bits = ("as_float((b) << 16)", "__half2float(__ushort_as_half((unsigned short)(b)))")[rounding == 2]
     return Program(
         "decode",
-        (("codes", "uint8"), ("scales", kind), ("points", kind), ("book", "float32"), ("depth", "uint8")),
+        (("codes", "uint8"), ("scales", kind), ("points", kind), ("book", "float32"), ("sizes", "int32")),
         (("dense", dtype),),
         BODY.replace("Out", CUDA_TYPE[dtype]),
         THREADS,

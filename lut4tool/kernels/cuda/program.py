@@ -19,7 +19,7 @@ MIN_SHARED, MAX_SHARED = 163 * 1024, 227 * 1024
 
 CUDA_TYPE: Mapping[str, str] = {
     "float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16", "uint8": "uint8_t", "uint32": "uint32_t",
-    "int64": "int64_t",
+    "int32": "int32_t", "int64": "int64_t",
 }  # fmt: skip
 #: How a half is spelled in PTX, and the bits of 1.0, -0.0 twice, and of the number to whose mantissa a code is or-ed.
 _HALF = {
@@ -28,6 +28,9 @@ _HALF = {
 }
 
 HEADER = r"""
+#if !defined(OLDER) && __CUDA_ARCH__ >= 900 && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define HOPPER 1
+#endif
 #undef __global__
 #define __global__ __attribute__((global)) __attribute__((launch_bounds(THREADS, BLOCKS)))
 namespace lut4tool {
@@ -40,6 +43,18 @@ __device__ __forceinline__ uint4 load_streamed(const void* p) {  // read once: n
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void copy_16(unsigned to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+__device__ __forceinline__ uint4 load_shared_16(unsigned from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
   return v;
 }
 __device__ __forceinline__ unsigned word_of(const uint4& v, int i) {
@@ -60,6 +75,23 @@ template <int COUNT, typename T> __device__ __forceinline__ void load_all(T (&to
     out[0] = v.x; out[COUNT - 1] = v.y;
   } else {
     to[0] = __ldg(from);
+  }
+}
+// COUNT values of 4 bytes, contiguous and aligned to their size up to 16 bytes.
+template <int COUNT, typename T> __device__ __forceinline__ void load_all_shared(T (&to)[COUNT], unsigned from) {
+  unsigned* out = reinterpret_cast<unsigned*>(to);
+  if constexpr (COUNT % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < COUNT / 4; ++i) {
+      const uint4 v = load_shared_16(from + 16 * i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) out[4 * i + j] = word_of(v, j);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; ++i)
+      asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(out[2 * i]), "=r"(out[2 * i + 1]) : "r"(from + 8 * i));
+    if (COUNT % 2) asm volatile("ld.shared.u32 %0,[%1];" : "=r"(out[COUNT - 1]) : "r"(from + 4 * COUNT - 4));
   }
 }
 // Sums over lanes: each exchange halves the values while it serves two of them, then the lanes that are left. Lanes of
@@ -110,20 +142,107 @@ __device__ __forceinline__ float2 pair_at(unsigned word, int byte, unsigned bits
                : "=f"(f.x), "=f"(f.y) : "r"(prmt(word, bits, 0x6504u | byte << 4)));
   return f;
 }
-template <int COUNT> __device__ __forceinline__ void build_table(char* table, const float* book, int tid) {
-  if (COUNT % 512 == 0) {  // a thread keeps its low nibble, and asks for all that it writes at once
-    constexpr int STEP = COUNT / 32, TIMES = COUNT % 512 ? 1 : 256 / STEP;
-    float high[TIMES];
-    const float low = book[tid >> 5 & 15];
+// A ring of DEPTH stages of a warp, each of C bytes of codes and S of scales, filled ahead of their use. Loads to
+// registers would not do: all of them share a scoreboard, and to wait for one tile is to wait for the next one too.
+// On Hopper one lane asks for a stage and a barrier in shared memory counts its bytes; before, all lanes copy.
+template <int DEPTH, int C, int S> struct Ring {
+  static constexpr int STAGE = C + S, BYTES = DEPTH * STAGE + (DEPTH + 1) / 2 * 16;
+  unsigned at;
+  int filled = 0, used = 0;
+  unsigned phase = 0;
+#if HOPPER
+  __device__ __forceinline__ bool elected() {  // one lane, in words that the compiler knows to be one
+    unsigned one;
+    asm volatile("{.reg .pred p; elect.sync _|p,0xffffffff; selp.u32 %0,1,0,p;}" : "=r"(one));
+    return one;
+  }
+#endif
+  __device__ __forceinline__ void start(unsigned to) {
+    at = to;
+#if HOPPER
+    if (elected())
 #pragma unroll
-    for (int i = 0; i < TIMES; ++i) high[i] = book[((tid >> 5) + i * STEP) >> 4];
+      for (int i = 0; i < DEPTH; ++i)
+        asm volatile("mbarrier.init.shared::cta.b64 [%0],1;" ::"r"(at + DEPTH * STAGE + 8 * i) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    __syncwarp();
+#endif
+  }
+  // Every lane calls it, after __syncwarp behind the last use of the stage.
+  __device__ __forceinline__ void fill(const void* codes, int codes_bytes, const void* scales, int scales_bytes,
+                                       int lane) {
+    const unsigned to = at + filled * STAGE;
+#if HOPPER
+    if (elected()) {
+      const unsigned barrier = at + DEPTH * STAGE + 8 * filled;
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(barrier),
+                   "r"(codes_bytes + (S ? scales_bytes : 0)) : "memory");
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(to),
+                   "l"(codes), "r"(codes_bytes), "r"(barrier) : "memory");
+      if (S)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(
+                         to + C), "l"(scales), "r"(scales_bytes), "r"(barrier) : "memory");
+    }
+#else
+    for (int i = lane * 16; i < codes_bytes; i += 512) copy_16(to + i, static_cast<const char*>(codes) + i);
+    if (S)
+      for (int i = lane * 16; i < scales_bytes; i += 512) copy_16(to + C + i, static_cast<const char*>(scales) + i);
+#endif
+    filled = filled == DEPTH - 1 ? 0 : filled + 1;
+  }
+  __device__ __forceinline__ void end_of_fill() {  // once before each wait, whether there was something to fill or not
+#if !HOPPER
+    end_of_copies();
+#endif
+  }
+  // Wait for the next stage, with DEPTH - 1 behind it on their way; then move on. Returns its address.
+  __device__ __forceinline__ unsigned next() {
+    const unsigned stage = at + used * STAGE;
+#if HOPPER
+    unsigned done;
+    do
+      asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2; selp.u32 %0,1,0,p;}"
+                   : "=r"(done) : "r"(at + DEPTH * STAGE + 8 * used), "r"(phase) : "memory");
+    while (!done);
+#else
+    wait_for_copies<DEPTH - 1>();
+    __syncwarp();
+#endif
+    if (++used == DEPTH) { used = 0; phase ^= 1; }
+    return stage;
+  }
+};
+// Rings of BYTES for each warp: as many as fit lie in front of the table, the others behind it.
+template <int BYTES> __device__ __forceinline__ unsigned ring_of(const void* dynamic, int warp) {
+  const unsigned base = (unsigned)__cvta_generic_to_shared(dynamic), table = table_of(dynamic);
+  const int in_front = (table - base) / BYTES;
+  return warp < in_front ? base + warp * BYTES : table + 65536 + (warp - in_front) * BYTES;
+}
+template <int BYTES> __device__ __forceinline__ char* after_rings(char* dynamic, int warps) {
+  const int in_front = (table_of(dynamic) - (unsigned)__cvta_generic_to_shared(dynamic)) / BYTES;
+  return after_table(dynamic) + max(warps - in_front, 0) * BYTES;
+}
+// A lane's codebook entry, to be asked for before anything else: the table waits for it.
+__device__ __forceinline__ float load_entry(const float* book, int lane) {
+  float v;
+  asm volatile("ld.global.nc.f32 %0,[%1];" : "=f"(v) : "l"(book + (lane & 15)));
+  return v;
+}
+template <int COUNT> __device__ __forceinline__ void build_table(char* table, float entry, int tid) {
+  constexpr int ALL = COUNT / 32, STEP = ALL < 16 ? ALL : 16, TEAMS = ALL / STEP;
+  const int warp = tid >> 5;
+  for (int low = warp % STEP; low < 16; low += STEP) {
+    const float first = __shfl_sync(0xffffffffu, entry, low);
 #pragma unroll
-    for (int i = 0; i < TIMES; ++i) reinterpret_cast<float2*>(table)[tid + i * COUNT] = make_float2(low, high[i]);
-  } else {
-    for (int i = tid; i < 256 * 32; i += COUNT)
-      reinterpret_cast<float2*>(table)[i] = make_float2(book[i >> 5 & 15], book[i >> 9]);
+    for (int i = 0; i < 16 / TEAMS; ++i) {
+      const int high = i * TEAMS + warp / STEP % TEAMS;
+      reinterpret_cast<float2*>(table)[(high * 16 + low) * 32 + (tid & 31)] =
+          make_float2(first, __shfl_sync(0xffffffffu, entry, high));
+    }
   }
 }
+// The number of this warp, which the compiler then knows to be one for all lanes.
+__device__ __forceinline__ int warp_of(int tid) { return __shfl_sync(0xffffffffu, tid >> 5, 0); }
 }  // namespace lut4tool
 """
 
@@ -158,13 +277,12 @@ typedef float Scale;
 typedef float Block;
 __device__ __forceinline__ Block block_of(Scale s) { return s; }
 // Weights of pair j: codebook entry * scale in float32, then rounded to the half.
-__device__ __forceinline__ unsigned weights(unsigned word, int j, float scale, unsigned bits) {
-  const float2 f = pair_at(word, j, bits);
-  return pack_@HALF@(f.x * scale, f.y * scale);
-}
-__device__ __forceinline__ unsigned weights(unsigned word, int j, float2 scale, unsigned bits) {
-  const float2 f = pair_at(word, j, bits);
+__device__ __forceinline__ unsigned scaled(float2 f, float scale) { return pack_@HALF@(f.x * scale, f.y * scale); }
+__device__ __forceinline__ unsigned scaled(float2 f, float2 scale) {
   return pack_@HALF@(f.x * scale.x, f.y * scale.y);
+}
+template <typename S> __device__ __forceinline__ unsigned weights(unsigned word, int j, S scale, unsigned bits) {
+  return scaled(pair_at(word, j, bits), scale);
 }
 #endif
 }  // namespace lut4tool
@@ -235,6 +353,12 @@ def _built(program: Program) -> Any:
         shared_memory=program.shared,
     )
     return kernel
+
+
+def shared_for_rings(warps: int, stages: int, stage: int, *, table: bool) -> int:
+    """Bytes of shared memory of a ring a warp, and of the pair table: what aligns it holds rings, less what is left."""
+    ring = stages * stage + (stages + 1) // 2 * 16
+    return warps * ring + (64 * 1024 + max(64 * 1024 - warps * ring, ring + 1024) if table else 0)
 
 
 @cache

@@ -1,8 +1,9 @@
 """A 4-bit weight on the device: its codes in the order of tensor-core fragments, its scales beside them.
 
 Codes are [N, chunks, 64] bytes, whatever the orientation, nibble order and padding of the producer's bytes: a chunk is
-128 consecutive k of one row n. For halves 16 rows lie together, [N / 16, chunks, 16, 64], so that a warp reads whole
-lines; scales along K lie as the chunks do.
+128 consecutive k of one row n. `tile` rows lie together, [N / tile, chunks, tile, 64], so that what a warp reads is
+contiguous: 16 for halves, 4 for float32, where odd chunks have rows 0 and 1, 2 and 3 exchanged (a warp reads 8 chunks
+of one row at a time from shared memory, and meets no bank conflict so). Scales along K lie as the chunks do.
 
 Lane t (of 4) owns 16 bytes of a chunk; byte 2 s + h of those holds k = 16 s + 8 h + 2 t and k + 1, which are what a
 lane needs of rows of A in step s of an m16n8k16 product. The first of the two is in the low nibble; for halves of a QMM
@@ -21,18 +22,19 @@ import numpy as np
 from lut4tool.formats import FLOAT_DTYPES, Lookup4Weight, QmmWeight
 from lut4tool.kernels.cuda.program import Program
 
-CHUNK, TILE = 128, 16
+CHUNK = 128
+#: Rows that lie together, for products in halves and in float32.
+TILE = {True: 16, False: 4}
 Weight = Lookup4Weight | QmmWeight
 
 ARRANGE = r"""
   const int64_t rows = facts[0], depth = facts[1], row_step = facts[2], k_step = facts[3];
-  const int high_first = (int)facts[4], interleave = (int)facts[5], padding = (int)facts[6], tiled = (int)facts[7];
-  const int64_t chunks = (depth + 127) / 128, pieces = (tiled ? (rows + 15) / 16 * 16 : rows) * chunks * 4;
+  const int high_first = (int)facts[4], interleave = (int)facts[5], padding = (int)facts[6], tile = (int)facts[7];
+  const int64_t chunks = (depth + 127) / 128, pieces = (rows + tile - 1) / tile * tile * chunks * 4;
   for (int64_t piece = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; piece < pieces;
        piece += (int64_t)gridDim.x * blockDim.x) {
-    const int64_t per_tile = chunks * 64;
-    const int64_t n = tiled ? piece / per_tile * 16 + piece / 4 % 16 : piece / (chunks * 4);
-    const int64_t chunk = tiled ? piece % per_tile / 64 : piece / 4 % chunks;
+    const int64_t per_tile = chunks * tile * 4, chunk = piece % per_tile / (tile * 4);
+    const int64_t n = piece / per_tile * tile + (piece / 4 % tile ^ (tile == 4 && chunk & 1));
     const int64_t first = chunk * 128 + piece % 4 * 2;
     auto code = [&](int64_t k) -> unsigned {
       if (k >= depth || n >= rows) return padding;
@@ -55,16 +57,18 @@ ARRANGER = Program("arrange", (("packed", "uint8"), ("facts", "int64")), (("code
 class DeviceWeight:
     """A weight in the kernels' own order.
 
-    rows: N, the outputs. codes: uint8 [N, chunks, 64], or tiled [N / 16, chunks, 16, 64]. book: float32 [16].
-    scales: [N, chunks * groups] along K, or tiled [N / 16, chunks, 16, groups], or float32 [N / span, chunks * 128]
-    where blocks run along N (span > 0).
+    rows: N, the outputs. codes: uint8 [N / tile, chunks, tile, 64]. book: float32 [16].
+    scales: [N / tile, chunks, tile, groups] along K, for tiles of 16 [N / 16, chunks, 8, 2, groups] with rows 8 apart
+    together, or float32 [N / span, chunks * 128] where blocks run along N (span > 0).
     float32, or for halves of a QMM weight uint32: the scale, and minus the zero point above it.
     points: float32 like scales, the zero points of a QMM weight for float32 products; scales itself where unused.
+    finite: whether every weight is a finite number of its type.
+    depth: K, before padding. sizes: int32 [N, K], for kernels that are built once for all of them.
     fold: whether a scale may multiply a sum of products instead of each weight: nothing overflows or is subnormal.
     """
 
     rows: int
-    tiled: bool
+    tile: int
     codes: mx.array
     book: mx.array
     scales: mx.array
@@ -74,12 +78,9 @@ class DeviceWeight:
     affine: bool
     float_points: bool
     fold: bool
-    depth_bytes: mx.array
-
-    @property
-    def depth(self) -> int:
-        """K, before padding: kernels take it from the shape of `depth_bytes`, uint8 [K]."""
-        return self.depth_bytes.shape[0]
+    finite: bool
+    depth: int
+    sizes: mx.array
 
     @property
     def chunks(self) -> int:
@@ -137,7 +138,9 @@ def _lookup4(weight: Lookup4Weight, half: bool) -> DeviceWeight:
     row_step, k_step = (1, columns) if along_n else (depth, 1)
     book, scales = weight.codebook.astype(np.float32), weight.scales.astype(np.float32)
     padding = int(np.flatnonzero(np.isfinite(book))[0]) if np.isfinite(book).any() else 0
-    codes = _codes(weight.packed, columns, depth, row_step, k_step, weight.high_nibble_first, False, padding, half)
+    codes = _codes(
+        weight.packed, columns, depth, row_step, k_step, weight.high_nibble_first, False, padding, TILE[half]
+    )
     span, chunks = _span(weight), -(-depth // CHUNK)
     groups = 1 if span else _groups(_granularity(weight))
     rows, step = (-(-columns // span), 1) if span else (columns, CHUNK // groups)
@@ -145,15 +148,16 @@ def _lookup4(weight: Lookup4Weight, half: bool) -> DeviceWeight:
     k = mx.arange(chunks * CHUNK // step, dtype=mx.int64) * step
     index = (n[:, None] + mx.minimum(k, depth - 1)[None, :] * k_step) // weight.block_size
     spread = mx.where(k[None, :] < depth, mx.array(scales)[index], mx.array(0.0, mx.float32))
-    if half and not span:
-        spread = _tiled(spread, groups)
-    leaves = (codes, mx.array(book), spread, spread, mx.zeros((depth,), mx.uint8))
-    return _device_weight(columns, half, leaves, groups, span, False, False, _folds(book, scales))
+    if not span:
+        spread = _tiled(spread, groups, TILE[half])
+    leaves = (codes, mx.array(book), spread, spread)
+    return _device_weight(columns, depth, TILE[half], leaves, groups, span, False, False, _folds(book, scales),
+                          _finite(book, scales, weight.weight_dtype))  # fmt: skip
 
 
 def _qmm(weight: QmmWeight, half: bool) -> DeviceWeight:
     k_blocks, size = weight.packed.shape[1], weight.block_size
-    codes = _codes(weight.packed, weight.N, weight.K, k_blocks * size, 1, False, half, 0, half)
+    codes = _codes(weight.packed, weight.N, weight.K, k_blocks * size, 1, False, half, 0, TILE[half])
     points = np.broadcast_to(weight.zero_points, weight.scales.shape).astype(np.float32)
     scales = weight.scales.astype(np.float32)
     dtype = FLOAT_DTYPES[weight.weight_dtype]
@@ -165,20 +169,24 @@ def _qmm(weight: QmmWeight, half: bool) -> DeviceWeight:
         kind = getattr(mx, dtype.name)
         low = spread_scales.astype(kind).view(mx.uint16).astype(mx.uint32)
         high = (-(spread_points + base)).astype(kind).view(mx.uint16).astype(mx.uint32)
-        spread_scales = spread_points = _tiled(low | (high << 16), groups)
+        spread_scales = spread_points = low | (high << 16)
+    spread_scales, spread_points = (_tiled(values, groups, TILE[half]) for values in (spread_scales, spread_points))
     book = np.arange(16, dtype=np.float32)
     # Sizes that code - zero point can have: the least is 1 or a distance from an integer, the largest is bounded.
     steps = np.append(np.abs(points - np.round(points)).reshape(-1), [1.0, 15.0 + np.abs(points).max()])
     fold = _folds(steps, scales)
-    leaves = (codes, mx.array(book), spread_scales, spread_points, mx.zeros((weight.K,), mx.uint8))
-    return _device_weight(weight.N, half, leaves, groups, 0, True, not small, fold)
+    leaves = (codes, mx.array(book), spread_scales, spread_points)
+    return _device_weight(weight.N, weight.K, TILE[half], leaves, groups, 0, True, not small, fold,
+                          _finite(steps, scales, weight.weight_dtype))  # fmt: skip
 
 
-def _tiled(scales: mx.array, groups: int) -> mx.array:
-    """[N, chunks * groups] -> [N / 16, chunks, 16, groups]."""
+def _tiled(scales: mx.array, groups: int, tile: int) -> mx.array:
+    """[N, chunks * groups] -> [N / tile, chunks, tile, groups], for 16 rows as [8, 2]."""
     rows, columns = scales.shape
-    padded = mx.pad(scales, [(0, -rows % TILE), (0, 0)])
-    return padded.reshape(-1, TILE, columns // groups, groups).transpose(0, 2, 1, 3)
+    padded = mx.pad(scales, [(0, -rows % tile), (0, 0)])
+    if tile == 16:
+        return padded.reshape(-1, 2, 8, columns // groups, groups).transpose(0, 3, 2, 1, 4)
+    return padded.reshape(-1, tile, columns // groups, groups).transpose(0, 2, 1, 3)
 
 
 def _spread(values: mx.array, weight: QmmWeight, groups: int) -> mx.array:
@@ -191,12 +199,12 @@ def _spread(values: mx.array, weight: QmmWeight, groups: int) -> mx.array:
 
 def _codes(
     packed: np.ndarray, rows: int, depth: int, row_step: int, k_step: int, high_first: bool, interleave: bool,
-    padding: int, tiled: bool,
+    padding: int, tile: int,
 ) -> mx.array:  # fmt: skip
-    chunks, lines = -(-depth // CHUNK), -(-rows // TILE) * TILE if tiled else rows
-    numbers = [rows, depth, row_step, k_step, int(high_first), int(interleave), padding, int(tiled)]
+    chunks, lines = -(-depth // CHUNK), -(-rows // tile) * tile
+    numbers = [rows, depth, row_step, k_step, int(high_first), int(interleave), padding, tile]
     blocks = max(1, min(1 << 16, -(-lines * chunks * 4 // ARRANGER.threads)))
-    shape = (lines // TILE, chunks, TILE, CHUNK // 2) if tiled else (lines, chunks, CHUNK // 2)
+    shape = (lines // tile, chunks, tile, CHUNK // 2)
     (codes,) = ARRANGER.launch([mx.array(packed.reshape(-1)), mx.array(numbers, mx.int64)], [shape], (blocks,))
     return codes
 
@@ -211,10 +219,18 @@ def _folds(entries: np.ndarray, scales: np.ndarray) -> bool:
     return least > 2.0**-100 and most < 2.0**100 and float(sizes[1].min(initial=1.0)) > 2.0**-100
 
 
+def _finite(entries: np.ndarray, scales: np.ndarray, dtype: str) -> bool:
+    """Whether no entry * scale is Inf or NaN, or rounds to Inf in the type of the weight."""
+    most = np.abs(entries).max(initial=0.0).astype(np.float64) * np.abs(scales).max(initial=0.0)
+    return bool(most < {"float32": 3.4028235e38, "bfloat16": 3.3895e38, "float16": 65504.0}[dtype])  # no for NaN
+
+
 def _device_weight(
-    rows: int, tiled: bool, leaves: tuple[mx.array, mx.array, mx.array, mx.array, mx.array], groups: int, span: int,
-    affine: bool, float_points: bool, fold: bool,
+    rows: int, depth: int, tile: int, leaves: tuple[mx.array, mx.array, mx.array, mx.array], groups: int, span: int,
+    affine: bool, float_points: bool, fold: bool, finite: bool,
 ) -> DeviceWeight:  # fmt: skip
-    codes, book, scales, points, depth = (mx.contiguous(leaf) for leaf in leaves)
-    mx.eval(codes, book, scales, points, depth)
-    return DeviceWeight(rows, tiled, codes, book, scales, points, groups, span, affine, float_points, fold, depth)
+    codes, book, scales, points = (mx.contiguous(leaf) for leaf in leaves)
+    sizes = mx.array([rows, depth], mx.int32)
+    mx.eval(codes, book, scales, points, sizes)
+    return DeviceWeight(rows, tile, codes, book, scales, points, groups, span, affine, float_points, fold, finite,
+                        depth, sizes)  # fmt: skip
