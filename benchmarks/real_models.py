@@ -107,7 +107,8 @@ def costs(path: Path, values: dict[str, Any]) -> tuple[int, str]:
         if event.step.operator.name not in ("If", "Loop", "Scan"):  # what their bodies run is counted by itself
             seconds[event.step.operator.name] += event.seconds
     most = sorted(seconds.items(), key=lambda item: -item[1])[:3]
-    return len(profile.events), ", ".join(f"{op} {1e3 * cost:.2f}" for op, cost in most)
+    nodes = sum(1 + len(event.step.fused) for event in profile.events)
+    return nodes, ", ".join(f"{op} {1e3 * cost:.2f}" for op, cost in most)
 
 
 def measured(name: str, form: str, path: Path, engine: str, runs: int) -> Row:
