@@ -126,6 +126,19 @@ def test_no_operations_are_fused() -> None:
     assert "Compiled" in text.getvalue()
 
 
+def test_two_that_trace_at_once_fuse_nothing_until_both_are_done() -> None:
+    def fused() -> bool:
+        text = io.StringIO()
+        mx.export_to_dot(text, mx.compile(lambda x: mx.exp(x * x))(mx.ones(3)))
+        return "Compiled" in text.getvalue()
+
+    found = [fused()]
+    for on in (False, False, True, True):
+        backend.set_fusing(on)
+        found.append(fused())
+    assert found == [True, False, False, False, True]
+
+
 @FUSES
 def test_operations_are_fused_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(regions.SWITCH, "fuse")
