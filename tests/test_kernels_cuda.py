@@ -158,7 +158,8 @@ def test_rows_beside_one_with_inf_are_as_exact(perm: tuple[int, int]) -> None:
     y = multiply(x, weight, "float32", "tile")
     finite = np.delete(np.arange(19), [3, 17])
     check(y[finite], x[finite], dense(weight))
-    np.testing.assert_array_equal(y[3], np.where(dense(weight)[5] == 0, np.nan, np.inf * dense(weight)[5]))
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(y[3], np.inf * dense(weight)[5])
     assert np.isnan(y[17]).all()
 
 
