@@ -5,6 +5,7 @@ It shares no code with the rewriter. Elements of repeated fields are compared by
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,8 +104,8 @@ def _compare_graph(
     used = uses(after)
     was_used = uses(before)
     orphaned = {tensor.name for tensor in before.initializer if tensor.name in was_used and tensor.name not in used}
-    laid, known = _laid_out(after), {tensor.name for tensor in before.initializer}
-    new = [tensor for tensor in after.initializer if tensor.name in laid - known - _made(before)]
+    laid = _laid_out(after) - {tensor.name for tensor in before.initializer} - _made(before)
+    new = [tensor for tensor in after.initializer if tensor.name in laid]
     result.tensors_added += len(new)
     if [raw(tensor) for tensor in new] != [raw(tensor) for tensor in list(after.initializer)[-len(new) :]] and new:
         result.wrong.append(f"{where}: new initializers are not last")
@@ -173,7 +174,7 @@ def _span(node: onnx.NodeProto, rest: Sequence[onnx.NodeProto], start: int) -> l
     if node.op_type not in REPLACED:
         return []
     domains: list[str] = []
-    for there in rest[start:]:
+    for there in itertools.islice(rest, start, None):
         if there.domain != DOMAIN and there.op_type not in AROUND:
             return []
         domains.append(there.domain)

@@ -242,6 +242,12 @@ def unpacked_counted_from_the_end(w: Writer) -> str:
 
 
 @form
+def unpacked_wrapped_by_a_cast(w: Writer) -> str:
+    """UINT32 codes from 2^32 - 16 on, which INT32 makes negative indices."""
+    return unpacked(w, np.uint32, INT32, shift=1)
+
+
+@form
 def four_bit_type(w: Writer) -> str:
     return unpacked(w, ml_dtypes.uint4, INT32)
 

@@ -25,6 +25,8 @@ _BYTES = _UNSIGNED | {TensorProto.INT16, TensorProto.INT32, TensorProto.INT64}
 _INDEX = frozenset({TensorProto.INT32, TensorProto.INT64})
 #: Types of codes that lie one in an element.
 _CODES = _BYTES | {TensorProto.INT8, TensorProto.INT4, TensorProto.UINT4}
+#: Those that INT32 holds.
+_SHORT = _CODES - {TensorProto.UINT32, TensorProto.INT64, TensorProto.UINT64}
 #: Nodes that are passed at most to see which operand is looked up.
 _DEEP = 64
 
@@ -190,7 +192,10 @@ def _codes(trail: Trail, leaves: Leaves, value: Value, at: Place) -> Codes:
     _require_index(at, steps, kind, allowed)
     targets: dict[str, Shape] = {}
     shape = shaped(shape, steps, targets)
-    return Codes(leaf, per, high_first, shape, targets, any(step.op == "Slice" for step in steps))
+    types = tuple(step.said for step in steps if step.op == "Cast")
+    narrows = per == 1 and not leaf.types <= _SHORT
+    sliced = any(step.op == "Slice" for step in steps)
+    return Codes(leaf, per, high_first, shape, targets, sliced, types if narrows else ())
 
 
 def _require_index(at: Place, steps: Sequence[Step], kind: int, allowed: frozenset[int]) -> None:

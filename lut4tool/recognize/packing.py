@@ -29,16 +29,16 @@ def scales_of_columns(scales: np.ndarray, blocks: int, *types: int) -> np.ndarra
     return cast_in_turn(scales.reshape(blocks, -1).T, *types)
 
 
-def packed_codes(codes: np.ndarray) -> np.ndarray:
-    """Codes of one element each, flat: two a byte, the first in the high nibble, a last odd one beside a 0."""
-    flat = _nibbles(codes).reshape(-1)
+def packed_codes(codes: np.ndarray, *types: int) -> np.ndarray:
+    """Codes of one element each, cast, flat: two a byte, the first in the high nibble, a last odd one beside a 0."""
+    flat = _nibbles(cast_in_turn(codes, *types))
     flat = np.append(flat, np.uint8(0)) if flat.size % 2 else flat
     return flat[0::2] << 4 | flat[1::2]
 
 
-def packed_columns(codes: np.ndarray, depth: int) -> np.ndarray:
-    """Codes [depth, columns] of one element each: the columns one after the other, two codes a byte."""
-    return packed_codes(codes.reshape(depth, -1).T)
+def packed_columns(codes: np.ndarray, depth: int, *types: int) -> np.ndarray:
+    """Codes [depth, columns] of one element each, cast: the columns one after the other, two codes a byte."""
+    return packed_codes(codes.reshape(depth, -1).T, *types)
 
 
 def repacked_columns(packed: np.ndarray, depth: int, high_first: bool) -> np.ndarray:

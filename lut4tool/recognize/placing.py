@@ -22,6 +22,7 @@ _LONG, _PIECE = 1 << 18, 1 << 12
 class Codes(NamedTuple):
     """The codes of a lookup, `per` of them in an element of the leaf (2: high_first says which is the first).
 
+    types: Casts that may change an integer that is no code, such as UINT32 to INT32.
     targets: what each Reshape of them makes, by its output.
     """
 
@@ -31,6 +32,7 @@ class Codes(NamedTuple):
     shape: Shape
     targets: Mapping[str, Shape]
     sliced: bool
+    types: tuple[int, ...] = ()
 
     @property
     def total(self) -> int:
@@ -142,7 +144,7 @@ def _in_order(found: Lookup, grid: _Grid, matrix: Shape) -> Placed:
     name, packed = codes.leaf.name, None
     if codes.per == 1 or len(codes.leaf.shape) > 1:
         make = packing.packed_codes if codes.per == 1 else flattened
-        packed = Laid(make, (name,), (), TensorProto.UINT8, (held // 2,), view=codes.per == 2)
+        packed = Laid(make, (name,), codes.types, TensorProto.UINT8, (held // 2,), view=codes.per == 2)
     scale = _flat_scales(scales, found.dtype, count)
     roles = {"packed": packed or name, "scales": scale, "codebook": found.codebook}
     return Placed(
@@ -208,7 +210,9 @@ def _in_columns(found: Lookup, grid: _Grid, matrix: Shape, weight: str, after: M
     if scales.leaf is None:
         found.at.refuse("scales that are double-quantized along columns, not in blocks of the flat weight")
     if codes.per == 1:
-        packed = Laid(packing.packed_columns, (codes.leaf.name,), (depth,), TensorProto.UINT8, (codes.total // 2,))
+        packed = Laid(
+            packing.packed_columns, (codes.leaf.name,), (depth, *codes.types), TensorProto.UINT8, (codes.total // 2,)
+        )
     else:
         settings = (depth, codes.high_first)
         packed = Laid(packing.repacked_columns, (codes.leaf.name,), settings, TensorProto.UINT8, (codes.total // 2,))
