@@ -119,11 +119,13 @@ def test_a_weight_is_laid_out_once_and_let_go():
         runtime.run(None, {"x": x})[0], x.astype(np.float64) @ weight @ weight, rtol=1e-5, atol=1e-5
     )
     one, other = panels.product(weight), panels.product(weight)
-    assert one.panels is other.panels
-    laid = weakref.ref(one.panels)
-    del one, other, weight
+    assert one.weight is other.weight
+    array = weakref.ref(weight)
+    del weight
+    one(x)
     gc.collect()
-    assert laid() is None
+    assert one.weight.array is None
+    assert array() is None
 
 
 def test_large_and_other_weights_are_left_where_they_lie():

@@ -9,6 +9,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from lut4tool import native
+from lut4tool.runtime import int8
 from lut4tool.runtime import plan as planning
 from lut4tool.runtime.session import Runtime
 
@@ -94,3 +95,72 @@ def test_what_is_seen_is_not_fused_over(seen):
     assert bool(fused(runtime)) == (seen == "y")
     for one, other in zip(runtime.run(None, {"x": x}), expected(proto, x), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+# -- MatMul of dequantized values
+
+
+def dequantized(
+    scale: np.ndarray, zero: np.ndarray | None, *, dtype=np.int8, axis: int = 1, seen: bool = False
+) -> onnx.ModelProto:
+    """x quantized and dequantized, times two weights [40, 24] that are dequantized, one with an Add after it."""
+    info = np.iinfo(dtype)
+    tensors = [
+        numpy_helper.from_array(RNG.integers(info.min, info.max + 1, (40, WIDTH)).astype(dtype), name)
+        for name in ("v", "w")
+    ]
+    tensors += [
+        numpy_helper.from_array(scale, "scale"),
+        numpy_helper.from_array(np.float32(0.03).reshape(()), "x_scale"),
+    ]
+    tensors.append(numpy_helper.from_array(np.asarray(7, dtype), "x_zero"))
+    tensors.append(numpy_helper.from_array(RNG.standard_normal(WIDTH).astype(np.float32), "bias"))
+    ends = ["scale"]
+    if zero is not None:
+        tensors.append(numpy_helper.from_array(zero.astype(dtype), "zero"))
+        ends.append("zero")
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "x_scale", "x_zero"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "x_scale", "x_zero"], ["d"], name="back"),
+        helper.make_node("DequantizeLinear", ["v", *ends], ["vf"], axis=axis),
+        helper.make_node("DequantizeLinear", ["w", *ends], ["wf"], axis=axis),
+        helper.make_node("MatMul", ["d", "vf"], ["y"], name="product"),
+        helper.make_node("MatMul", ["d", "wf"], ["product"]),
+        helper.make_node("Add", ["product", "bias"], ["z"]),
+    ]
+    results = ["y", "z", *(["d"] if seen else [])]
+    graph = helper.make_graph(
+        nodes, "dequantized", [helper.make_tensor_value_info("x", 1, ["a", "b", 40])],
+        [helper.make_tensor_value_info(name, 1, None) for name in results], tensors,
+    )  # fmt: skip
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=["scalar", "one", "columns"])
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+@pytest.mark.parametrize("seen", [False, True])
+def test_products_of_what_is_dequantized(scale, zero, dtype, seen, monkeypatch):
+    """Within the rounding of float32 of what onnxruntime multiplies in float32."""
+    calls, times = [], int8.Product.times
+    monkeypatch.setattr(int8.Product, "times", lambda *values: calls.append(1) or times(*values))
+    proto = dequantized(scale, np.full(scale.shape, 3) if zero else None, dtype=dtype, seen=seen)
+    runtime = Runtime(proto, device="cpu")
+    steps = [step.operator.name for step in runtime.plan.steps()]
+    assert ("DequantizeLinear" in steps) == seen
+    x = RNG.standard_normal((2, 3, 40)).astype(np.float32)
+    found, wanted = runtime.run(None, {"x": x}), expected(proto, x)
+    assert len(calls) == 2
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+    assert runtime.run(None, {"x": x[:0]})[0].shape == (0, 3, WIDTH)
+
+
+def test_scales_of_rows_are_left_to_floats():
+    """A scale for each row of the weight is no factor of a column."""
+    rows = RNG.uniform(0.01, 0.1, 40).astype(np.float32)
+    proto, x = dequantized(rows, None, axis=0), RNG.standard_normal((2, 3, 40)).astype(np.float32)
+    runtime = Runtime(proto, device="cpu")
+    assert "DequantizeLinear" in [step.operator.name for step in runtime.plan.steps()]
+    for one, other in zip(runtime.run(None, {"x": x}), expected(proto, x), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)

@@ -186,7 +186,7 @@ def _step(step: Step, planned: Planned, conv: PreparedConv | None, draft: _Draft
     slots = (*first, *draft.operands)
     fused = tuple(link.step for link in draft.links if link.step is not step)
     outputs = fused[-1].outputs if fused else step.outputs
-    return replace(step, call=bind_host(call, frame, slots), inputs=slots, outputs=outputs, fused=fused)
+    return replace(step, call=bind_host(call, frame, slots), inputs=slots, outputs=outputs, fused=(*step.fused, *fused))
 
 
 class FusedConv:

@@ -34,8 +34,8 @@ class Step:
     """One node: `call` reads the frame; its results go to `outputs`; then the slots in `free` are emptied.
 
     inputs: the slots it reads, as its node lists them; host: it computes on the host on any device; shape: so it does
-    because all of them are shapes and small constants, which stay there. fused: the steps of the nodes after it that it
-    runs too (see fusion.py); its results are those of the last.
+    because all of them are shapes and small constants, which stay there. fused: the steps of the other nodes whose
+    work it does (see fusion.py).
     """
 
     name: str

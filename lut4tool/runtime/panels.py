@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,38 +17,56 @@ _COLUMNS = 16
 #: Bytes of the largest weight that is laid out anew: the product with a larger one is as fast where it lies.
 _MOST = 1 << 24
 
-#: Panels of the weights that are in use, by the array that they are made of and whether it is transposed.
-_LAID: dict[tuple[int, bool], tuple[weakref.ref[np.ndarray], np.ndarray]] = {}
+
+class Weight:
+    """A weight [K, N], or [N, K] transposed, whose panels [ceil(N / 16), K, 16] are made when they are first wanted.
+
+    Then the array is let go.
+    """
+
+    def __init__(self, array: np.ndarray, transposed: bool) -> None:
+        self.array: np.ndarray | None = array
+        self.transposed = transposed
+        self.depth, self.width = array.shape[::-1] if transposed else array.shape
+
+    @cached_property
+    def panels(self) -> np.ndarray:
+        """The panels, flat."""
+        array, self.array = self.array, None
+        columns: Any = array.T if self.transposed and array is not None else array
+        whole = np.zeros((self.depth, -(-self.width // _COLUMNS) * _COLUMNS), np.float32)
+        whole[:, : self.width] = columns
+        return native.aligned(whole.reshape(self.depth, -1, _COLUMNS).transpose(1, 0, 2)).reshape(-1)
 
 
-def _laid(weight: np.ndarray, transposed: bool) -> np.ndarray:
-    """The panels [ceil(N / 16), K, 16] of a weight [K, N], or [N, K] transposed; nodes that share it share them."""
-    key = id(weight), transposed
-    known, panels = _LAID.get(key, (None, None))
-    if known is not None and panels is not None and known() is weight:
-        return panels
-    columns = weight.T if transposed else weight
-    depth, width = columns.shape
-    whole = np.zeros((depth, -(-width // _COLUMNS) * _COLUMNS), np.float32)
-    whole[:, :width] = columns
-    panels = native.aligned(whole.reshape(depth, -1, _COLUMNS).transpose(1, 0, 2)).reshape(-1)
-    _LAID[key] = weakref.ref(weight, lambda _: _LAID.pop(key, None)), panels
-    return panels
+#: The weights that wait for their panels, by their arrays: nodes that share an array share its panels.
+_WAITING: weakref.WeakValueDictionary[tuple[int, bool], Weight] = weakref.WeakValueDictionary()
+
+
+def _weight(array: np.ndarray, transposed: bool) -> Weight:
+    key = id(array), transposed
+    known = _WAITING.get(key)
+    if known is None or known.array is not array:
+        known = _WAITING[key] = Weight(array, transposed)
+    return known
 
 
 class Product:
     """x [..., K] times a weight [K, N], plus a bias [N] where there is one.
 
-    reads: of the operator's inputs only the first is read when it runs.
+    reads: of the operator's inputs only the first is read when it runs. quantized: what the weight was dequantized from
+    (see Constant), None where it is no such.
     """
 
     reads = (0,)
 
-    def __init__(self, weight: np.ndarray, bias: np.ndarray | None = None, transposed: bool = False) -> None:
-        self.depth, self.width = weight.shape[::-1] if transposed else weight.shape
-        self.panels, self.bias = _laid(weight, transposed), None
+    def __init__(
+        self, array: np.ndarray, bias: np.ndarray | None = None, transposed: bool = False, quantized: Any = None
+    ) -> None:
+        self.weight, self.bias, self.quantized = _weight(array, transposed), None, quantized
+        self.depth, self.width = self.weight.depth, self.weight.width
         if bias is not None:
-            self.bias = np.zeros(self.panels.size // self.depth, np.float32)
+            self.bias = np.zeros(-(-self.width // _COLUMNS) * _COLUMNS, np.float32)
             self.bias[: self.width] = bias
 
     def __call__(self, x: np.ndarray, *_: Any) -> np.ndarray:
@@ -60,12 +79,14 @@ class Product:
             out[...] = 0 if self.bias is None else self.bias[: self.width]
         else:
             rows = np.ascontiguousarray(x).reshape(-1, depth)
-            _NATIVE.multiply_panels(rows, self.panels, self.bias, out.reshape(-1, self.width), _THREADS)
+            _NATIVE.multiply_panels(rows, self.weight.panels, self.bias, out.reshape(-1, self.width), _THREADS)
         return out
 
 
-def product(weight: np.ndarray | None, bias: np.ndarray | None = None, transposed: bool = False) -> Product | None:
-    """Lay out a weight [K, N], or [N, K] transposed; None where it is no constant float32 matrix, or too large."""
-    if _NATIVE is None or weight is None or weight.ndim != 2 or weight.dtype != np.float32:
+def product(
+    array: np.ndarray | None, bias: np.ndarray | None = None, transposed: bool = False, quantized: Any = None
+) -> Product | None:
+    """The product with a constant float32 matrix [K, N], or [N, K] transposed; None for another, or too large a one."""
+    if _NATIVE is None or array is None or array.ndim != 2 or array.dtype != np.float32:
         return None
-    return Product(weight, bias, transposed) if 0 < weight.nbytes <= _MOST else None
+    return Product(array, bias, transposed, quantized) if 0 < array.nbytes <= _MOST else None

@@ -57,7 +57,8 @@ class Node:
 
     attributes: Python values, subgraphs as Graph (callables); constants: each input's NumPy array, None where it is not
     a constant; given: whether each input is there; types: of each input as ONNX writes it, None where it is not known;
-    outputs: how many; note: records a choice in the plan for this node.
+    quantized: what a constant matrix was dequantized from (see Constant); outputs: how many; note: records a choice in
+    the plan for this node.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Node:
     constants: tuple[np.ndarray | None, ...]
     given: tuple[bool, ...]
     types: tuple[str | None, ...]
+    quantized: tuple[Any, ...]
     outputs: int
     device: mx.Device
     note: Callable[[Any], None]
@@ -402,9 +404,10 @@ class _Planner:
         constants = tuple(value.constant.value if value.constant else None for value in site.inputs)
         given = tuple(not value.absent for value in site.inputs)
         kinds = tuple(value.type for value in site.inputs)
+        quantized = tuple(value.constant.quantized if value.constant else None for value in site.inputs)
         facts = Node(
-            site.name, row.name, row.domain, site.version, site.attributes, constants, given, kinds, len(site.outputs),
-            self.device, notes.append,
+            site.name, row.name, row.domain, site.version, site.attributes, constants, given, kinds, quantized,
+            len(site.outputs), self.device, notes.append,
         )  # fmt: skip
         try:
             if row.check is not None:
@@ -455,7 +458,9 @@ class _Planner:
         stored = sum(constant.stored for constant in constants) if given else None
         for output, part in zip(site.outputs, results, strict=False):
             if output:
-                self.define(output, Value(constant=Constant(to_numpy(part), stored)), site.body.scope)
+                constant = Constant(to_numpy(part), stored)
+                constant.quantized = _quantized(site, constants)
+                self.define(output, Value(constant=constant), site.body.scope)
         return True
 
     def release(self, site: Site, size: int) -> None:
@@ -582,6 +587,17 @@ def _bound(site: Site, row: Operator, host: bool) -> Callable[..., Any]:
     attributes = {**site.attributes, "outputs": len(site.outputs)} if row.takes_outputs else site.attributes
     first = (np,) if host and row.takes_xp else ()
     return partial(row.run, *first, **attributes) if attributes or first else row.run
+
+
+def _quantized(site: Site, constants: Sequence[Constant]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
+    """What DequantizeLinear makes a matrix of: bytes [K, N], scale and zero point, one for all or one a column."""
+    if (site.domain, site.node.op_type) != ("", "DequantizeLinear") or site.attributes.get("block_size"):
+        return None
+    values: list[Any] = [constant.value for constant in constants]
+    matrix, scale, zero = (*values, None)[:3]
+    columns = scale.ndim == 1 and site.attributes.get("axis", 1) in (1, -1) and scale.size == matrix.shape[-1]
+    fits = matrix.ndim == 2 and matrix.dtype.name in ("int8", "uint8") and scale.dtype == np.float32
+    return (matrix, scale, zero) if fits and (columns or scale.size == 1) else None
 
 
 def _widens(site: Site, constants: Sequence[Constant]) -> bool:

@@ -1,25 +1,33 @@
-"""Scaled products of integers on a CPU: MatMulInteger, the Cast of its result to float32 and the Mul after it as one.
+"""Scaled products of integers on a CPU, in one step each.
 
-Fused only where nothing else sees the two values between them. The fused step stands where the Mul stood.
+MatMulInteger, the Cast of its result to float32 and the Mul after it: fused where nothing else sees the values between
+them; the step stands where the Mul stood. MatMul of a value that DequantizeLinear makes of bytes with a weight that one
+made of bytes: the product is that of the bytes, exact, times both scales.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from onnx import TensorProto
 
-from lut4tool.runtime import int8
+from lut4tool.runtime import int8, panels
 from lut4tool.runtime.binding import Frame, bind_host
 from lut4tool.runtime.graph import Step
-from lut4tool.runtime.scope import Block, Planned
+from lut4tool.runtime.scope import Block, Planned, Value
 
 
 def fuse_scaling(block: Block, frame: Frame, outputs: Sequence[int]) -> None:
     """Fuse in a block whose graph returns the slots `outputs`."""
+    _fuse_casts(block, frame, outputs)
+    _fuse_dequantized(block, frame, outputs)
+
+
+def _fuse_casts(block: Block, frame: Frame, outputs: Sequence[int]) -> None:
     readers: dict[int, list[int]] = defaultdict(list)
     for index, reads in enumerate(block.reads):
         for slot in reads:
@@ -50,9 +58,7 @@ def fuse_scaling(block: Block, frame: Frame, outputs: Sequence[int]) -> None:
         block.reads[scale] = set(block.steps[scale].inputs)
         block.planned[scale] = None
         gone |= {index, cast}
-    kept: list[Any] = [block.steps, block.reads, block.planned]
-    for part in kept:
-        part[:] = [value for index, value in enumerate(part) if index not in gone]
+    _drop(block, gone)
 
 
 def _to_float32(planned: Planned | None) -> bool:
@@ -63,3 +69,88 @@ def _fused(step: Step, product: int8.Product, factor: int, frame: Frame, parts: 
     slots = (factor, *step.inputs)
     call = bind_host(product.times, frame, slots)
     return replace(step, call=call, inputs=slots, outputs=parts[1].outputs, fused=parts)
+
+
+def _drop(block: Block, gone: set[int]) -> None:
+    kept: list[Any] = [block.steps, block.reads, block.planned]
+    for part in kept:
+        part[:] = [value for index, value in enumerate(part) if index not in gone]
+
+
+# -- DequantizeLinear
+
+
+class Dequantized:
+    """x [..., K], bytes less a zero point, times a weight of bytes and both scales, plus a bias [N] if there is one."""
+
+    def __init__(
+        self, product: int8.Product, zero: np.ndarray | None, factors: np.ndarray, bias: np.ndarray | None
+    ) -> None:
+        self.product, self.zero, self.factors, self.bias = product, zero, factors, bias
+
+    def __call__(self, x: np.ndarray) -> Any:
+        """Return the product [..., N] in float32."""
+        y = self.product.times(self.factors, x, None, self.zero)
+        return y if self.bias is None else y + self.bias
+
+
+def _fuse_dequantized(block: Block, frame: Frame, outputs: Sequence[int]) -> None:
+    readers: dict[int, list[int]] = defaultdict(list)
+    for index, reads in enumerate(block.reads):
+        for slot in reads:
+            readers[slot].append(index)
+    packed: dict[int, int8.Product | None] = {}
+    gone: set[int] = set()
+    for index, step in enumerate(block.steps):
+        scale = _scale(step, block.planned[index])
+        if scale is None:
+            continue
+        (slot,) = step.outputs
+        taken = [user for user in readers[slot] if _multiply(block, index, user, scale, packed, frame)]
+        if len(taken) == len(readers[slot]) and taken and slot not in outputs:
+            gone.add(index)
+            block.steps[taken[0]] = replace(block.steps[taken[0]], fused=(step,))
+    _drop(block, gone)
+
+
+def _scale(step: Step, planned: Planned | None) -> tuple[np.ndarray, np.ndarray | None] | None:
+    """The scale and the zero point of a step that dequantizes bytes by one of each."""
+    if planned is None or (step.operator.domain, step.operator.name) != ("", "DequantizeLinear"):
+        return None
+    x, scale, zero = (*planned.inputs, Value())[:3]
+    if x.type not in ("tensor(int8)", "tensor(uint8)") or x.constant is not None or scale.constant is None:
+        return None
+    factor, point = scale.constant.value, None if zero.constant is None else zero.constant.value
+    known = zero.absent or (point is not None and point.size == 1)
+    return (factor, point) if known and factor.size == 1 and factor.dtype == np.float32 else None
+
+
+def _multiply(
+    block: Block, index: int, user: int, scale: tuple[np.ndarray, np.ndarray | None],
+    packed: dict[int, int8.Product | None], frame: Frame,
+) -> bool:  # fmt: skip
+    """Let the step `user` multiply the bytes that step `index` would dequantize, where its weight was bytes too."""
+    planned, before = block.planned[user], block.planned[index]
+    product = None if planned is None else planned.run
+    if planned is None or before is None or not isinstance(product, panels.Product) or product.quantized is None:
+        return False
+    matrix, factor, zero = product.quantized
+    if id(matrix) not in packed:
+        bytes_ = int8.pack(matrix, zero)
+        packed[id(matrix)] = None if bytes_ is None else int8.Product(bytes_, _nothing(matrix.shape[1]))
+    whole = packed[id(matrix)]
+    if whole is None:
+        return False
+    factors = np.broadcast_to(scale[0].reshape(()) * factor.reshape(-1), product.width)
+    bias = None if product.bias is None else product.bias[: product.width]
+    run = Dequantized(whole, scale[1], np.ascontiguousarray(factors, np.float32), bias)
+    slots = block.steps[index].inputs[:1]
+    block.steps[user] = replace(block.steps[user], call=bind_host(run, frame, slots), inputs=slots)
+    block.reads[user] = set(slots)
+    block.planned[user] = replace(planned, run=run, inputs=before.inputs[:1])
+    return True
+
+
+def _nothing(width: int) -> Callable[..., Any]:
+    """The product with operands of no elements."""
+    return lambda a, *_: np.zeros((*a.shape[:-1], width), np.int32)

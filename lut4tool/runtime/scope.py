@@ -25,6 +25,8 @@ class Constant:
         self.slots: dict[str, int] = {}
         #: Bytes of the file that it is made from.
         self.stored = _stored(self.value) if stored is None else stored
+        #: A matrix of bytes, its scale and its zero point or None, where a DequantizeLinear made it of those.
+        self.quantized: tuple[Any, ...] | None = None
 
     @property
     def size(self) -> int:

@@ -33,7 +33,9 @@ def product(a: Any, b: Any) -> Any:
 
 def _prepare_matmul(node: Node, general: Callable[..., Any]) -> Callable[..., Any] | None:
     """A constant B of float32 is laid out once."""
-    return panels.product(node.constants[1]) if node.types[0] == "tensor(float)" else None
+    if node.types[0] != "tensor(float)":
+        return None
+    return panels.product(node.constants[1], quantized=node.quantized[1])
 
 
 op("MatMul", prepare=_prepare_matmul)(product)
