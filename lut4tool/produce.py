@@ -125,7 +125,7 @@ class _Use:
 
     @property
     def name(self) -> str:
-        return self.scope.where + (self.node.name or f"{self.node.op_type}:{self.node.output[0]}")
+        return self.scope.where + (self.node.name or f"{self.node.op_type}:{_output(self.node)}")
 
 
 @dataclass(eq=False)
@@ -147,7 +147,7 @@ def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
 
 def _use_obstacle(node: onnx.NodeProto, index: int) -> str | None:
     """Why input `index` of this node cannot become a chain; None for a product that can be respelled."""
-    what = f"{node.op_type} '{node.name or node.output[0]}'"
+    what = f"{node.op_type} '{node.name or _output(node)}'"
     if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm"):
         return f"it is also used by {what}, which needs it whole"
     if index != 1:
@@ -199,14 +199,14 @@ class _Finder:
         scope.values.update(dict.fromkeys(node.output))
         standard = node.domain in ("", "ai.onnx")
         if standard and node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
-            self._add(scope, node.output[0], node.attribute[0].t).between.append((scope, index))
+            self._add(scope, _output(node), node.attribute[0].t).between.append((scope, index))
         for position, name in enumerate(node.input):
             found = scope.find(name)
             if found is None:
                 continue
             weight, transposed = found
             if standard and (node.op_type == "Identity" or _swaps(node, weight.tensor)):
-                scope.values[node.output[0]] = (weight, transposed != (node.op_type == "Transpose"))
+                scope.values[_output(node)] = (weight, transposed != (node.op_type == "Transpose"))
                 weight.between.append((scope, index))
                 continue
             obstacle = _use_obstacle(node, position)
@@ -218,8 +218,13 @@ class _Finder:
                     weight.anchor = _index_in(weight.scope, scope, index)
         for attribute in node.attribute:
             for graph in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-                where = f"{scope.where}{node.name or f'{node.op_type}:{node.output[0]}'}/{attribute.name}/"
+                where = f"{scope.where}{node.name or f'{node.op_type}:{_output(node)}'}/{attribute.name}/"
                 self._walk(_Scope(graph, where, scope.opset, scope.inline, scope, index))
+
+
+def _output(node: onnx.NodeProto) -> str:
+    """Its first output; a malformed node may have none."""
+    return next(iter(node.output), "")
 
 
 def _swaps(node: onnx.NodeProto, tensor: TensorProto) -> bool:

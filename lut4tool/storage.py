@@ -121,7 +121,8 @@ def nbytes(tensor: onnx.TensorProto) -> int:
     if any(dim < 0 for dim in tensor.dims):
         raise StorageError(f"tensor '{tensor.name}' has negative dims {list(tensor.dims)}")
     if len(tensor.dims) > _MOST_DIMS or math.prod(dim or 1 for dim in tensor.dims) >= _MOST_ELEMENTS:
-        raise StorageError(f"tensor '{tensor.name}' has dims {list(tensor.dims)[:8]}..., which no array can have")
+        dims = list(tensor.dims) if len(tensor.dims) <= _MOST_DIMS else f"of rank {len(tensor.dims)}"
+        raise StorageError(f"tensor '{tensor.name}' has dims {dims}, which no array can have")
     return -(-math.prod(tensor.dims) * bits // 8)
 
 
@@ -160,6 +161,8 @@ class Tensors:
         """
         if tensor.HasField("segment"):
             raise StorageError(f"tensor '{tensor.name}' is stored in segments, which ONNX runtimes do not read")
+        if tensor.data_type == onnx.TensorProto.STRING and (is_external(tensor) or tensor.HasField("raw_data")):
+            raise StorageError(f"tensor '{tensor.name}' holds strings as raw data, which ONNX does not define")
         if is_external(tensor):
             raw = self.raw(tensor)
         elif tensor.HasField("raw_data"):

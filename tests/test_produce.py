@@ -348,10 +348,10 @@ def test_a_weight_that_no_runtime_knows_is_left(kind, dims, words):
     assert words in report.left[0].reason
 
 
-def test_dims_past_64_bits_are_counted_exactly():
+def test_dims_past_64_bits_are_refused():
     model = model_of([helper.make_node("MatMul", ["x", "w"], ["y"])], {"w": weight_of(64, 64)})
     model.graph.initializer[0].dims[:] = [1 << 40, 1 << 40]
-    with pytest.raises(Lut4Error, match="holds 16384 bytes; its type and dims need 4835703278458516698824704"):
+    with pytest.raises(Lut4Error, match="which no array can have"):
         quantize(model, Tensors(None))
 
 

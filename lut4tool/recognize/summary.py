@@ -120,11 +120,11 @@ def _float_products(model: onnx.ModelProto) -> int:
     tensors = list(model.graph.initializer)
     for node in model.graph.node:
         if node.op_type == "Constant":
-            tensors += [
-                onnx.TensorProto(name=node.output[0], dims=a.t.dims, data_type=a.t.data_type) for a in node.attribute
-            ]
+            name = "".join(node.output)
+            tensors += [onnx.TensorProto(name=name, dims=a.t.dims, data_type=a.t.data_type) for a in node.attribute]
     names = {t.name for t in tensors if len(t.dims) == 2 and t.data_type in DTYPE_NAME}
-    return sum(node.op_type in ("MatMul", "Gemm") and node.input[1] in names for node in model.graph.node)
+    products = (node for node in model.graph.node if node.op_type in ("MatMul", "Gemm"))
+    return sum(not names.isdisjoint(node.input[1:2]) for node in products)
 
 
 def distinct_weights(proofs: tuple[Proof, ...]) -> list[Proof]:

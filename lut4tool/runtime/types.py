@@ -147,9 +147,10 @@ def _attribute_faults(row: Operator, site: Site, known: Signature) -> Iterator[s
         if name in mistyped or row.domain not in STANDARD:
             continue
         words = CHOICES.get((row.name, name), ())
-        if words and given not in words:
+        if words and (not isinstance(given, str) or given not in words):
             yield f"has {name} '{given}', which is none of {', '.join(words)}"
-        if name in _NUMBERS and given not in BY_NUMBER and not (given == 0 and name in _OPTIONAL):
+        named = isinstance(given, int) and (given in BY_NUMBER or (given == 0 and name in _OPTIONAL))
+        if name in _NUMBERS and not named:  # a reference to a function's attribute may be of any type
             yield f"has {name} {given}, which is the number of no type that is served"
 
 

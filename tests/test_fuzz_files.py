@@ -1,0 +1,84 @@
+"""Coverage-guided fuzzing of whole files, for a short while (`make soak`: long), and properties over damaged models."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto
+
+from build import build
+from lut4tool.errors import Lut4Error
+from lut4tool.recognize import recognize
+from lut4tool.rewrite import rewrite_model
+from lut4tool.storage import StorageError, Tensors, parse_model
+
+
+@pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="atheris has no wheel for this machine")
+@pytest.mark.parametrize("seconds", [20, pytest.param(600, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_fuzzed_files_are_served_or_refused(tmp_path: Path, seconds: int) -> None:
+    script = Path(__file__).with_name("fuzz_files.py")
+    options = [f"-max_total_time={seconds}", f"-artifact_prefix={tmp_path}/", f"-seed={2026 + seconds}"]
+    done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.stderr[-3000:], [path.name for path in tmp_path.iterdir()])
+    assert "\tNEW " in done.stderr  # coverage guided it
+
+
+WHOLE = build(literals="constant").model.SerializeToString()
+FEW = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def serve(data: bytes) -> None:
+    """Prove and rewrite; what is no Lut4Error fails the test."""
+    with contextlib.suppress(Lut4Error):
+        model = parse_model(data)
+        recognize(model)
+        rewrite_model(model, Tensors(None))
+
+
+@FEW
+@given(st.binary(max_size=300))
+def test_any_bytes(data: bytes) -> None:
+    serve(data)
+
+
+@FEW
+@given(st.integers(0, len(WHOLE) - 1), st.integers(0, 255), st.integers(0, len(WHOLE)))
+def test_a_model_with_a_wrong_byte_or_an_early_end(place: int, value: int, end: int) -> None:
+    changed = bytearray(WHOLE)
+    changed[place] = value
+    serve(bytes(changed))
+    serve(WHOLE[:end])
+
+
+WORDS = st.sampled_from(["-1", "0", "3", "16", "60", "64", "1e3", "0x4", " 8 ", "", "x", str(1 << 64), "-" + "9" * 30])
+PLACES = st.sampled_from(
+    ["w.bin", "./w.bin", "../w.bin", "/etc/passwd", "a/../w.bin", "", ".", "w.bin/", "none", "a\0b", "ä"]
+)
+DIMS = st.lists(st.sampled_from([0, 1, 2, 4, 16, -1, 1 << 31, 1 << 40, (1 << 63) - 1]), max_size=4)
+
+
+@FEW
+@given(place=PLACES, offset=WORDS, length=WORDS, dims=DIMS, kind=st.integers(0, 30))
+def test_external_data_is_its_own_bytes_or_refused(
+    tmp_path: Path, place: str, offset: str, length: str, dims: list[int], kind: int
+) -> None:
+    content = np.arange(64, dtype=np.uint8).tobytes()
+    (tmp_path / "w.bin").write_bytes(content)
+    (tmp_path / "a").mkdir(exist_ok=True)
+    tensor = TensorProto(name="w", data_type=kind, dims=dims, data_location=TensorProto.EXTERNAL)
+    entries: dict[str, Any] = {"location": place, "offset": offset, "length": length}
+    for key, value in entries.items():
+        tensor.external_data.add(key=key, value=value)
+    with contextlib.suppress(StorageError):
+        raw, start = Tensors(tmp_path).raw(tensor), int(offset or 0)
+        assert raw.tobytes() == content[start : start + raw.size]
+        assert Tensors(tmp_path).array(tensor).shape == tuple(dims)
