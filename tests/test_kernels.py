@@ -11,57 +11,30 @@ from typing import Any
 import ml_dtypes
 import mlx.core as mx
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from lut4tool import formats, kernels
 from lut4tool.errors import Lut4Error
-from lut4tool.formats import DOMAIN, Lookup4Weight, QmmWeight
+from lut4tool.formats import Lookup4Weight, QmmWeight
 from lut4tool.kernels import reference
 from lut4tool.runtime import RunError, Runtime
+from tests.products import (
+    BOUND,
+    DTYPES,
+    SPECIALS,
+    check,
+    check_special,
+    dense,
+    dense_qmm,
+    lookup4,
+    product_model,
+    qmm,
+    values,
+    with_special,
+)
 
 ROOT = Path(__file__).parents[1]
-DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-ONNX = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
-#: What |y - exact| may be, in units of sum |x||w|; a half also has its own last rounding.
-BOUND = 2.0**-21
-ULP = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-#: Half the step of subnormal numbers.
-LEAST = {"float32": 0.0, "float16": 2.0**-25, "bfloat16": 0.0}
-
-
-def lookup4(rows: int, cols: int, block: int = 64, seed: int = 0, **facts: Any) -> Lookup4Weight:
-    rng = np.random.default_rng(seed)
-    blocks = -(-rows * cols // block)
-    packed = rng.integers(0, 256, (rows * cols + 1) // 2, dtype=np.uint8)
-    scales = (rng.random(blocks) + 0.5).astype(facts.pop("scales_dtype", np.float32))
-    return Lookup4Weight(packed, scales, facts.pop("codebook", formats.NF4), rows, cols, block, **facts)
-
-
-def dense(weight: Lookup4Weight) -> np.ndarray:
-    """The matrix [K, N] in float64, from the definition alone."""
-    high, low = weight.packed >> 4, weight.packed & 15
-    codes = np.stack((high, low) if weight.high_nibble_first else (low, high), 1).reshape(-1)[
-        : weight.rows * weight.cols
-    ]
-    scales = np.repeat(weight.scales.astype(np.float32), weight.block_size)[: codes.size]
-    with np.errstate(all="ignore"):
-        values = (weight.codebook.astype(np.float32)[codes] * scales).astype(DTYPES[weight.weight_dtype])
-    return values.astype(np.float64).reshape(weight.rows, weight.cols).transpose(weight.perm)
-
-
-def product_model(name: str, leaves: dict[str, np.ndarray], attributes: dict[str, Any], dtype: str) -> onnx.ModelProto:
-    node = helper.make_node(name, ["x", *leaves], ["y"], "product", domain=DOMAIN, **attributes)
-    graph = helper.make_graph(
-        [node],
-        "g",
-        [helper.make_tensor_value_info("x", ONNX[dtype], None)],
-        [helper.make_tensor_value_info("y", ONNX[dtype], None)],
-        [numpy_helper.from_array(array, leaf) for leaf, array in leaves.items()],
-    )
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
 
 def runtime_of(weight: Lookup4Weight | QmmWeight, dtype: str = "float32") -> Runtime:
@@ -84,19 +57,6 @@ def run(runtime: Runtime, x: np.ndarray) -> np.ndarray:
     assert {node: choice.name for node, choice in runtime.kernels.items()} == {"product": "reference"}
     assert y.dtype == x.dtype
     return y
-
-
-def check(y: np.ndarray, x: np.ndarray, matrix: np.ndarray, dtype: str = "float32") -> None:
-    """Every element within the bound of its own terms, and of its type's last rounding."""
-    wide = x.astype(np.float64)
-    exact, terms = wide @ matrix, np.abs(wide) @ np.abs(matrix)
-    assert y.shape == exact.shape
-    bound = BOUND * terms + ULP[dtype] * np.abs(exact) * (1 + 2.0**-10) + LEAST[dtype]
-    assert np.all(np.abs(y.astype(np.float64) - exact) <= bound)
-
-
-def values(dtype: str, *shape: int, seed: int = 1) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(DTYPES[dtype])
 
 
 @pytest.mark.parametrize("m", [0, 1, 2, 17, 130])
@@ -168,26 +128,10 @@ def test_sums_that_cancel_are_within_the_bound(perm: tuple[int, int], m: int) ->
 
 @pytest.mark.parametrize("perm", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("m", [1, 3])
-@pytest.mark.parametrize("where", ["x", "codebook", "scales"])
-@pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("where", "special"), SPECIALS)
 def test_nan_and_inf_go_through_as_ieee_says(perm: tuple[int, int], m: int, where: str, special: float) -> None:
-    weight = lookup4(24, 16, 8, perm=perm)
-    x = values("float32", m, weight.shape[0])
-    x[0, 3] = 0  # 0 * Inf is NaN
-    if where == "x":
-        x[-1, 5] = special
-    else:
-        leaf = getattr(weight, where).copy()
-        leaf[2] = special
-        facts = {"scales": weight.scales, "codebook": weight.codebook} | {where: leaf}
-        weight = Lookup4Weight(weight.packed, facts["scales"], facts["codebook"], 24, 16, 8, perm)
-    y = run(runtime_of(weight), x)
-    with np.errstate(all="ignore"):
-        terms = x.astype(np.float64)[:, :, None] * dense(weight)  # [M, K, N]: no BLAS in the oracle
-        exact = terms.sum(axis=1)
-    assert np.isnan(exact).any() or np.isinf(exact).any()
-    np.testing.assert_array_equal(np.isnan(y), np.isnan(exact))
-    np.testing.assert_allclose(y, exact, rtol=1e-4, atol=1e-4)
+    x, weight = with_special(lookup4(24, 16, 8, perm=perm), m, where, special)
+    check_special(run(runtime_of(weight), x), x, weight)
 
 
 def test_overflow_of_the_last_rounding_is_inf() -> None:
@@ -219,26 +163,6 @@ def test_weights_that_are_no_constants_are_read_in_every_run() -> None:
         check(y, x, dense(weight))
     with pytest.raises(RunError, match=r"node 'product' \(Lookup4MatMul\) failed: packed must have 192 to 192 bytes"):
         runtime.run(None, {"x": x, "packed": weights[0].packed[:5], "scales": weights[0].scales})
-
-
-def qmm(n: int, k: int, block: int, scales_dtype: Any = np.float32, points: str = "codes", seed: int = 0) -> QmmWeight:
-    rng = np.random.default_rng(seed)
-    grid = (n, -(-k // block))
-    zero_points = {
-        "codes": rng.integers(0, 16, grid, dtype=np.uint8),
-        "one": np.full((1, 1), 8, np.uint8),
-        "float": (15 * rng.random(grid)).astype(scales_dtype),
-    }[points]
-    packed = rng.integers(0, 256, (*grid, block // 2), dtype=np.uint8)
-    return QmmWeight(packed, (rng.random(grid) + 0.1).astype(scales_dtype), zero_points, k, n, block)
-
-
-def dense_qmm(weight: QmmWeight) -> np.ndarray:
-    """The matrix [K, N] in float64, from the definition alone."""
-    codes = np.stack((weight.packed & 15, weight.packed >> 4), -1).reshape(*weight.scales.shape, weight.block_size)
-    steps = (codes.astype(np.float32) - weight.zero_points.astype(np.float32)[..., None]).astype(weight.scales.dtype)
-    product = steps.astype(np.float64) * weight.scales.astype(np.float64)[..., None]  # exact: 2 x 24 bits
-    return product.astype(weight.scales.dtype).astype(np.float64).reshape(weight.N, -1)[:, : weight.K].T
 
 
 @pytest.mark.parametrize("points", ["codes", "one", "float"])

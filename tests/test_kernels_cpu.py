@@ -20,23 +20,28 @@ from hypothesis import strategies as st
 from lut4tool import formats, native
 from lut4tool.kernels import cpu, reference
 from lut4tool.runtime import RunError
-from tests.test_kernels import (
+from tests.products import (
+    ADVERSARIES,
     DTYPES,
+    SPECIALS,
     Lookup4Weight,
     QmmWeight,
+    adversary,
     check,
+    check_special,
     dense,
     dense_qmm,
     lookup4,
     qmm,
-    runtime_of,
     values,
+    with_special,
 )
+from tests.test_kernels import runtime_of
 
 ROOT = Path(__file__).parents[1]
 NATIVE = ROOT / "lut4tool" / "native"
 pytestmark = pytest.mark.skipif(not native.compiled(), reason="the compiled module is not installed")
-ALL = ("avx512", "avx2", "neon", "portable")
+ALL = ("amx", "avx512", "avx2", "neon", "portable")
 
 
 def here() -> list[str]:
@@ -68,8 +73,10 @@ def matrix_of(weight: Lookup4Weight | QmmWeight) -> np.ndarray:
 
 
 def multiply(x: np.ndarray, weight: Lookup4Weight | QmmWeight, kernel: str = "", threads: int = 2) -> np.ndarray:
+    """The product by a kernel, which is the one that made it."""
     y = np.full((len(x), matrix_shape(weight)[1]), np.nan, np.float32)
-    native.Matrix(weight).multiply(x, y, kernel, threads)
+    made = native.Matrix(weight).multiply(x, y, kernel, threads)
+    assert made == (kernel or native.Matrix(weight).kernel(len(x)))
     return y
 
 
@@ -173,28 +180,6 @@ def test_the_bytes_do_not_depend_on_threads(perm: tuple[int, int], kernel: str, 
 # -- exactness
 
 
-def adversary(name: str, m: int, k: int, seed: int) -> np.ndarray:
-    """Rows of x that make running float32 sums err in one direction, cancel, or lose what is small."""
-    rng = np.random.default_rng(seed)
-    if name == "equal":
-        return np.broadcast_to((0.1 + rng.random((m, 1))).astype(np.float32), (m, k)).copy()
-    if name == "positive":
-        return rng.random((m, k), np.float32)
-    if name == "cancelling":
-        half = rng.standard_normal((m, k // 2), np.float32)
-        return np.concatenate([half, -half], axis=1)
-    if name == "mixed":
-        return (rng.standard_normal((m, k)) * 10.0 ** rng.uniform(-8, 8, (m, k))).astype(np.float32)
-    # One large term a run, then terms a little over half its last place: each addition rounds up by nearly as much.
-    run, period = (int(part) for part in name.split("/"))
-    large = np.arange(k) // run % period == 0
-    return np.tile(np.where(large, 1, 2.0**-24 * (1 + 2.0**-9)).astype(np.float32), (m, 1))
-
-
-ADVERSARIES = ["equal", "positive", "cancelling", "mixed"]
-ADVERSARIES += [f"{run}/{period}" for run in (1, 2, 16, 32, 64, 128) for period in (4, 32)]
-
-
 @pytest.mark.parametrize("perm", [(0, 1), (1, 0)])
 @pytest.mark.parametrize(("kernel", "m"), [("gemv", 1), ("tile", 2)])
 @pytest.mark.parametrize("k", [14336, 65536])
@@ -221,28 +206,15 @@ def test_the_adversaries_defeat_a_running_sum() -> None:
 
 
 @pytest.mark.parametrize("perm", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("m", [1, 3])
-@pytest.mark.parametrize("where", ["x", "codebook", "scales"])
-@pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("m", [1, 3, 30])
+@pytest.mark.parametrize(("where", "special"), SPECIALS)
 def test_nan_and_inf_go_through_as_ieee_says(
     perm: tuple[int, int], m: int, where: str, special: float, isa: str
 ) -> None:
-    weight = lookup4(96, 64, 32, perm=perm)
-    x = values("float32", m, weight.shape[0])
-    x[0, 3] = 0  # 0 * Inf is NaN
-    if where == "x":
-        x[-1, 5] = special
-    else:
-        leaf = getattr(weight, where).copy()
-        leaf[2] = special
-        facts = {"scales": weight.scales, "codebook": weight.codebook} | {where: leaf}
-        weight = Lookup4Weight(weight.packed, facts["scales"], facts["codebook"], 96, 64, 32, perm)
-    y = multiply(x, weight)
-    with np.errstate(all="ignore"):
-        exact = (x.astype(np.float64)[:, :, None] * dense(weight)).sum(axis=1)  # no BLAS in the oracle
-    assert not np.isfinite(exact).all()
-    np.testing.assert_array_equal(np.isnan(y), np.isnan(exact))
-    np.testing.assert_allclose(y, exact, rtol=1e-4, atol=1e-4)
+    x, weight = with_special(lookup4(96, 64, 32, perm=perm), m, where, special)
+    y = np.full((m, weight.shape[1]), np.nan, np.float32)
+    native.Matrix(weight).multiply(x, y)
+    check_special(y, x, weight)
 
 
 @pytest.mark.parametrize("perm", [(0, 1), (1, 0)])

@@ -23,7 +23,19 @@ from lut4tool.kernels.metal.tile import SOURCE as TILE
 from tests.metal_sim import How, Simulator, run, to_mlx, to_numpy
 from tests.metal_sim.compiler import UNSUPPORTED, CompileError
 from tests.metal_sim.signature import signature
-from tests.test_kernels import BOUND, DTYPES, check, dense, dense_qmm, lookup4, qmm, values
+from tests.products import (
+    BOUND,
+    DTYPES,
+    SPECIALS,
+    check,
+    check_special,
+    dense,
+    dense_qmm,
+    lookup4,
+    qmm,
+    values,
+    with_special,
+)
 
 pytestmark = pytest.mark.skipif(bool(UNSUPPORTED), reason=UNSUPPORTED)
 
@@ -173,27 +185,12 @@ def test_adversaries_of_the_bound(
 
 @pytest.mark.parametrize("kernel", ["gemv", "tile"])
 @pytest.mark.parametrize("perm", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("where", ["x", "codebook", "scales"])
-@pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("where", "special"), SPECIALS)
 def test_nan_and_inf_go_through_as_ieee_says(
     special: float, where: str, perm: tuple[int, int], kernel: str, simulator: Simulator
 ) -> None:
-    weight = lookup4(24, 16, 8, perm=perm)
-    x = values("float32", 3, weight.shape[0])
-    x[0, 3] = 0  # 0 * Inf is NaN
-    if where == "x":
-        x[-1, 5] = special
-    else:
-        leaf = getattr(weight, where).copy()
-        leaf[2] = special
-        facts = {"scales": weight.scales, "codebook": weight.codebook} | {where: leaf}
-        weight = Lookup4Weight(weight.packed, facts["scales"], facts["codebook"], 24, 16, 8, perm)
-    y = product(x, weight, kernel)
-    with np.errstate(all="ignore"):
-        exact = (x.astype(np.float64)[:, :, None] * dense(weight)).sum(axis=1)
-    assert np.isnan(exact).any() or np.isinf(exact).any()
-    np.testing.assert_array_equal(np.isnan(y), np.isnan(exact))
-    np.testing.assert_allclose(y, exact, rtol=1e-4, atol=1e-4)
+    x, weight = with_special(lookup4(24, 16, 8, perm=perm), 3, where, special)
+    check_special(product(x, weight, kernel), x, weight)
 
 
 # -- what MLX adds to a kernel

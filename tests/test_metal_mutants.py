@@ -26,7 +26,7 @@ from lut4tool.kernels.metal.tile import SOURCE as TILE
 from tests.metal_sim import KernelError, Simulator, to_mlx, to_numpy
 from tests.metal_sim.compiler import UNSUPPORTED, CompileError
 from tests.metal_sim.mutate import Mutant, mutants
-from tests.test_kernels import DTYPES, check, dense, dense_qmm, lookup4, qmm, values
+from tests.products import DTYPES, check, dense, dense_qmm, lookup4, qmm, values
 
 pytestmark = pytest.mark.skipif(bool(UNSUPPORTED), reason=UNSUPPORTED)
 

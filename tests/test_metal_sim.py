@@ -16,7 +16,7 @@ from lut4tool.kernels.metal import source as metal_source
 from tests.metal_sim import ORDERS, How, KernelError, Simulator, to_numpy
 from tests.metal_sim.compiler import UNSUPPORTED, CompileError
 from tests.metal_sim.lint import lint, spaces, words
-from tests.test_kernels import DTYPES, lookup4, qmm, values
+from tests.products import DTYPES, lookup4, qmm, values
 
 pytestmark = pytest.mark.skipif(bool(UNSUPPORTED), reason=UNSUPPORTED)
 

@@ -1,8 +1,9 @@
 """The CPU's products: lut4tool.native on NumPy arrays, packed weights read where they lie.
 
 A dense weight never exists: one row of x is multiplied by weights that live in registers (gemv), more rows by panels
-that are decoded into cache (tile). float32 is within 2^-21 * sum |x||w| of exact, whatever the data; halves are
-computed in float32 from weights rounded as proved, and rounded once.
+that are decoded into cache, as floats (tile) or, where the machine has a matrix unit for bytes, as digits of 8 bits
+(digits). float32 is within 2^-21 * sum |x||w| of exact, whatever the data; halves are computed in float32 from weights
+rounded as proved, and rounded once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MATRICES: WeakKeyDictionary[Lookup4Weight | QmmWeight, native.Matrix] = WeakKey
 
 
 def describe() -> str:
-    """The instruction set that serves: "avx512", "avx2", "neon" or "portable"."""
+    """The instruction set that serves: "amx", "avx512", "avx2", "neon" or "portable"."""
     return native.product_instruction_set()
 
 
@@ -38,11 +39,11 @@ def available() -> bool:
     if not native.compiled():
         return False
     packed, scales = np.arange(512, dtype=np.uint8), np.full(32, 0.5, np.float32)
-    probe = Lookup4Weight(packed, scales, np.arange(16, dtype=np.float32), 32, 32, 32)
-    for kernel, rows in (("gemv", 1), ("tile", 2)):
+    for kernel, rows, perm in (("gemv", 1, (0, 1)), ("tile", 2, (0, 1)), ("digits", 17, (1, 0))):
+        probe = Lookup4Weight(packed, scales, np.arange(16, dtype=np.float32), 32, 32, 32, perm)
         x, y = np.ones((rows, 32), np.float32), np.empty((rows, 32), np.float32)
         native.Matrix(probe).multiply(x, y, kernel)
-        if not np.array_equal(y, x @ decode(probe)):  # sums of small halves: exact in any order
+        if not np.array_equal(y, x @ decode(probe).transpose(perm)):  # sums of small halves: exact in any order
             warnings.warn(
                 f"lut4tool's {kernel} kernel for {describe()} gives wrong products here, so slower ones serve",
                 stacklevel=2,

@@ -1,7 +1,7 @@
 """The compiled decode of 4-bit weights and products with them, for the instruction set of this machine.
 
 Where the package was installed without a compiler NumPy decodes, to the same bytes (a NaN is a NaN), and there are no
-products; `describe()` says what works here. LUT4TOOL_CPU_ISA=avx512|avx2|neon|portable forces an instruction set.
+products; `describe()` says what works here. LUT4TOOL_CPU_ISA=amx|avx512|avx2|neon|portable forces an instruction set.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def describe() -> str:
 
 
 def product_instruction_set() -> str:
-    """The instruction set that products use: "avx512", "avx2", "neon" or "portable"; "" without the compiled module."""
+    """The instruction set that products use: "amx", "avx512", "avx2", "neon", "portable"; "" if not compiled."""
     return str(_native.product_instruction_set()) if compiled() else ""
 
 
@@ -125,15 +125,16 @@ class Matrix:
         return bool(self._matrix.serves_gemv())
 
     def kernel(self, rows: int) -> str:
-        """Return "gemv" or "tile", the kernel that multiplies so many rows of x unless told otherwise."""
+        """Return "gemv", "tile" or "digits", the kernel that multiplies so many rows of x unless told otherwise."""
         return str(self._matrix.kernel(rows))
 
-    def multiply(self, x: np.ndarray, out: np.ndarray, kernel: str = "", threads: int = 0) -> None:
+    def multiply(self, x: np.ndarray, out: np.ndarray, kernel: str = "", threads: int = 0) -> str:
         """Write x [M, K] times the matrix into out [M, N], both float32 and C-contiguous, as exact as product.h says.
 
-        kernel: "gemv", "tile" or "" to pick by M. threads: at most so many; 0 means thread_count().
+        kernel: "gemv", "tile", "digits" or "" to pick by M. threads: at most so many; 0 means thread_count(). Returns
+        the kernel that made it: "tile" also for "digits" where the machine, the weight or x is nothing for them.
         """
-        self._matrix.multiply(np.ascontiguousarray(x), out, kernel, threads or thread_count())
+        return str(self._matrix.multiply(np.ascontiguousarray(x), out, kernel, threads or thread_count()))
 
 
 class Watch:

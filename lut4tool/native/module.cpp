@@ -79,10 +79,16 @@ void decode_qmm(const Bytes &packed, const Values &scales, const Values &zero_po
     decode(weight, data, threads);
 }
 
+const char *name_of(ProductKernel kernel) {
+    return kernel == ProductKernel::gemv ? "gemv" : kernel == ProductKernel::digits ? "digits" : "tile";
+}
+
 ProductKernel product_kernel(const std::string &name) {
-    if (name == "gemv") return ProductKernel::gemv;
-    check(name == "tile" || name.empty(), "there is no kernel " + name);
-    return name.empty() ? ProductKernel::automatic : ProductKernel::tile;
+    if (name.empty()) return ProductKernel::automatic;
+    for (const ProductKernel kernel : {ProductKernel::gemv, ProductKernel::tile, ProductKernel::digits}) {
+        if (name == name_of(kernel)) return kernel;
+    }
+    throw std::invalid_argument("there is no kernel " + name);
 }
 
 Float float_name(const std::string &name) {
@@ -141,7 +147,7 @@ Matrix *qmm_matrix(nb::object packed, nb::object scales, nb::object zero_points,
 using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using RowsOut = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-void multiply_rows(const Matrix &matrix, const Rows &x, const RowsOut &y, const std::string &kernel, unsigned threads) {
+const char *multiply_rows(const Matrix &matrix, const Rows &x, const RowsOut &y, const std::string &kernel, unsigned threads) {
     const Packed4 &weight = matrix.weight;
     check(x.shape(1) == weight.depth() && y.shape(1) == weight.outputs() && x.shape(0) == y.shape(0),
           "x must be [M, K] and y [M, N] for this weight");
@@ -151,7 +157,7 @@ void multiply_rows(const Matrix &matrix, const Rows &x, const RowsOut &y, const 
     float *out = y.data();
     const std::size_t M = x.shape(0);
     nb::gil_scoped_release release;
-    multiply(weight, values, M, out, chosen, threads);
+    return name_of(multiply(weight, values, M, out, chosen, threads));
 }
 
 }  // namespace
@@ -173,7 +179,7 @@ NB_MODULE(_native, m) {
     nb::class_<Matrix>(m, "Matrix")
         .def("serves_gemv", [](const Matrix &matrix) { return serves_gemv(matrix.weight); })
         .def("kernel", [](const Matrix &matrix, std::size_t M) {
-            return chosen_kernel(matrix.weight, M) == ProductKernel::gemv ? "gemv" : "tile";
+            return name_of(chosen_kernel(matrix.weight, M));
         })
         .def("multiply", &multiply_rows, nb::arg("x").noconvert(), nb::arg("y").noconvert(), nb::arg("kernel") = "",
              nb::arg("threads") = 1);
@@ -189,6 +195,7 @@ NB_MODULE(_native, m) {
     m.def("instruction_set", [] { return std::string(instruction_set()); });
     m.def("use_instruction_set", [](const std::string &name) {
         check(use_product_instruction_set(name.c_str()), "this machine has no instruction set " + name);
-        check(use_instruction_set(name == "neon" ? "portable" : name.c_str()), "no decode for " + name);
+        const std::string decode = name == "neon" ? "portable" : name == "amx" ? "avx512" : name;
+        check(use_instruction_set(decode.c_str()), "no decode for " + name);
     });
 }

@@ -1,6 +1,7 @@
 #include "product.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -16,7 +17,14 @@ std::vector<const ProductKernels *> supported() {
     std::vector<const ProductKernels *> sets;
 #if defined(LUT4TOOL_X86_KERNELS)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-        if (__builtin_cpu_supports("avx512f")) sets.push_back(&avx512_products);
+        if (__builtin_cpu_supports("avx512f")) {
+#if defined(LUT4TOOL_AMX_KERNELS)
+            static ProductKernels amx = avx512_products;
+            amx.name = "amx";
+            if ((amx.digits = amx_digits()) != nullptr) sets.push_back(&amx);
+#endif
+            sets.push_back(&avx512_products);
+        }
         sets.push_back(&avx2_products);
     }
 #elif defined(LUT4TOOL_NEON_KERNELS)
@@ -30,6 +38,10 @@ const ProductKernels *chosen = supported().front();
 
 // Rows of x that are multiplied at a time: their sums, in double, stay near the cores.
 constexpr size_t ROWS_AT_A_TIME = 512;
+
+// Fewer rows are not worth digits, and those of more do not stay near; making one output in so many again costs as
+// much as all in digits.
+constexpr size_t LEAST_ROWS_OF_DIGITS = 24, ROWS_OF_DIGITS = 256, MOST_DOUBTFUL = 1024;
 
 // Elements of a weight below which another thread costs more than it saves, and those of a piece of work.
 constexpr size_t ELEMENTS_A_PIECE = size_t(1) << 18;
@@ -65,13 +77,44 @@ std::vector<float> in_chunks(const Packed4 &weight, const float *x) {
 void multiply_row(const Packed4 &weight, const float *x, float *y, unsigned threads) {
     const std::vector<float> packed = weight.along_k ? in_chunks(weight, x) : std::vector<float>();
     const float *values = weight.along_k ? packed.data() : x;
-    // Rows along N are read in runs of at least 512 bytes of each.
+    // Rows along N are read in runs of at least 512 bytes of each: the longer the better, so in a piece a thread.
     const size_t outputs = weight.outputs(), unit = weight.along_k ? 1 : 1024, units = (outputs + unit - 1) / unit;
-    const size_t pieces = pieces_of(units, outputs * weight.depth(), threads);
+    const size_t most = weight.along_k ? units : threads;
+    const size_t pieces = std::min(pieces_of(units, outputs * weight.depth(), threads), most);
     parallel(pieces, threads, [&](size_t piece) {
         const size_t begin = units * piece / pieces * unit, end = units * (piece + 1) / pieces * unit;
         chosen->gemv(weight, values, y, begin, std::min(end, outputs));
     });
+}
+
+bool all_finite(const float *values, size_t count) {
+    bool finite = true;
+    for (size_t i = 0; i < count; ++i) finite &= (bits_of(values[i]) & 0x7f800000) != 0x7f800000;
+    return finite;
+}
+
+bool serves_digits(const Packed4 &weight) { return chosen->digits && chosen->digits->serves(weight); }
+
+// Products in whole numbers, true where they serve this x; y may then be NaN in a few places, which are still to be made.
+bool multiply_digits(const Packed4 &weight, const float *x, size_t M, float *y, unsigned threads) {
+    const size_t depth = weight.depth(), outputs = weight.outputs();
+    if (!all_finite(x, M * depth)) return false;
+    const DigitShape shape = chosen->digits->shape(weight, M);
+    Scratch<std::int8_t> planes;
+    Scratch<DigitScales> scales;
+    std::vector<double> row_scale(16 * shape.tiles);
+    const DigitRows rows{shape, planes.at_least(shape.bytes), scales.at_least(shape.scales), row_scale.data()};
+    parallel(shape.tiles, M * depth < ELEMENTS_A_PIECE ? 1 : threads,
+             [&](size_t tile) { chosen->digits->split(weight, x, tile, rows); });
+    const size_t unit = 64, units = (outputs + unit - 1) / unit;
+    const size_t pieces = pieces_of(units, outputs * depth * (1 + M / 64), threads), few = 16 + M * outputs / MOST_DOUBTFUL;
+    std::atomic<size_t> doubtful{0};
+    parallel(pieces, threads, [&](size_t piece) {
+        if (doubtful > few) return;
+        const size_t begin = units * piece / pieces * unit, end = std::min(units * (piece + 1) / pieces * unit, outputs);
+        doubtful += chosen->digits->multiply(weight, rows, y, begin, end);
+    });
+    return doubtful <= few;
 }
 
 void multiply_tile(const Packed4 &weight, const float *x, size_t M, float *y, unsigned threads) {
@@ -96,11 +139,6 @@ void multiply_tile(const Packed4 &weight, const float *x, size_t M, float *y, un
     });
 }
 
-bool all_finite(const float *values, size_t count) {
-    bool finite = true;
-    for (size_t i = 0; i < count; ++i) finite &= (bits_of(values[i]) & 0x7f800000) != 0x7f800000;
-    return finite;
-}
 
 // One output in double, which neither overflows nor loses what an overflow of float32 hid.
 float exactly(const Packed4 &weight, const Blocks &blocks, const float *x, size_t n) {
@@ -141,21 +179,30 @@ void decode_run(const Packed4 &weight, size_t row, size_t begin, size_t end, flo
 }
 
 ProductKernel chosen_kernel(const Packed4 &weight, size_t M) {
-    return M == 1 && serves_gemv(weight) ? ProductKernel::gemv : ProductKernel::tile;
+    if (M == 1 && serves_gemv(weight)) return ProductKernel::gemv;
+    return M >= LEAST_ROWS_OF_DIGITS && serves_digits(weight) ? ProductKernel::digits : ProductKernel::tile;
 }
 
-void multiply(const Packed4 &weight, const float *x, size_t M, float *y, ProductKernel kernel, unsigned threads) {
+ProductKernel multiply(const Packed4 &weight, const float *x, size_t M, float *y, ProductKernel kernel, unsigned threads) {
     if (kernel == ProductKernel::automatic) kernel = chosen_kernel(weight, M);
+    if (kernel == ProductKernel::digits && !serves_digits(weight)) kernel = ProductKernel::tile;
     const size_t depth = weight.depth(), outputs = weight.outputs();
-    const size_t step = kernel == ProductKernel::gemv ? 1 : ROWS_AT_A_TIME;
-    for (size_t m = 0; m < M; m += step) {
+    const size_t most = kernel == ProductKernel::gemv     ? 1
+                        : kernel == ProductKernel::digits ? ROWS_OF_DIGITS
+                                                          : ROWS_AT_A_TIME;
+    const size_t parts = (M + most - 1) / most;
+    for (size_t part = 0; part < parts; ++part) {
+        const size_t m = M * part / parts, rows = M * (part + 1) / parts - m;
         if (kernel == ProductKernel::gemv) {
             multiply_row(weight, x + m * depth, y + m * outputs, threads);
-        } else {
-            multiply_tile(weight, x + m * depth, std::min(step, M - m), y + m * outputs, threads);
+            continue;
         }
+        if (kernel == ProductKernel::digits && multiply_digits(weight, x + m * depth, rows, y + m * outputs, threads)) continue;
+        kernel = ProductKernel::tile;
+        multiply_tile(weight, x + m * depth, rows, y + m * outputs, threads);
     }
     mend_overflows(weight, x, M, y, threads);
+    return kernel;
 }
 
 void multiply_panels(const float *x, size_t stride, size_t rows, const float *panels, size_t count, size_t depth,

@@ -33,13 +33,15 @@ struct Packed4 {
 };
 
 // gemv: one row of x at a time, weights in registers only. tile: panels decoded into cache, shared by the rows of x.
-enum class ProductKernel { automatic, gemv, tile };
+// digits: the same in whole numbers, where the machine has the means (product_amx.cpp).
+enum class ProductKernel { automatic, gemv, tile, digits };
 
 // Whether gemv serves this weight: runs of 32 elements that begin at a multiple of 32 have one scale.
 bool serves_gemv(const Packed4 &weight);
 
-// x [M, depth], y [M, outputs], both dense. `weight` must serve a forced gemv.
-void multiply(const Packed4 &weight, const float *x, std::size_t M, float *y, ProductKernel kernel, unsigned threads);
+// x [M, depth], y [M, outputs], both dense -> the kernel that made y: tile where x is nothing for digits. `weight` must
+// serve a forced gemv; forced digits serve any M.
+ProductKernel multiply(const Packed4 &weight, const float *x, std::size_t M, float *y, ProductKernel kernel, unsigned threads);
 
 // Which kernel `automatic` means for M rows of x.
 ProductKernel chosen_kernel(const Packed4 &weight, std::size_t M);
@@ -57,7 +59,7 @@ void multiply_panels(const float *x, std::size_t stride, std::size_t rows, const
 void multiply_prepared(const float *x, std::size_t rows, const float *panels, std::size_t N, std::size_t depth,
                        const float *bias, float *out, unsigned threads);
 
-// "avx512", "avx2", "neon" or "portable"; the second is false where this machine lacks it.
+// "amx", "avx512", "avx2", "neon" or "portable"; the second is false where this machine lacks it.
 const char *product_instruction_set();
 bool use_product_instruction_set(const char *name);
 
@@ -78,10 +80,13 @@ struct Blocks {
 
 static inline float scale_of(const Packed4 &weight, std::size_t block) { return load(weight.scales, block); }
 
+static inline unsigned code_zero_of(const Packed4 &weight, std::size_t block) {
+    return static_cast<const std::uint8_t *>(weight.zero_points)[weight.shared_zero ? 0 : block];
+}
+
 static inline float zero_of(const Packed4 &weight, std::size_t block) {
-    if (weight.shared_zero) block = 0;
-    if (weight.zeros == Packed4::Zeros::codes) return float(static_cast<const std::uint8_t *>(weight.zero_points)[block]);
-    return load({weight.zero_points, weight.scales.type}, block);
+    if (weight.zeros == Packed4::Zeros::codes) return float(code_zero_of(weight, block));
+    return load({weight.zero_points, weight.scales.type}, weight.shared_zero ? 0 : block);
 }
 
 // Elements [begin, end) of a row, whatever the blocks: the slow way, for what the vector paths do not serve.
@@ -98,6 +103,34 @@ struct PackedRows {
     std::size_t begin(std::size_t tile) const { return rows * tile / tiles; }
 };
 
+// What digits of M rows of x take: `tiles` of 16 rows, `panels` along the depth, bytes, scales.
+struct DigitShape {
+    std::size_t M, tiles, panels, bytes, scales;
+};
+
+// Of a tile's panel: the power of two that each row's digits count, over the row's; what shows its products' bound.
+struct DigitScales {
+    alignas(64) float unit[16];
+    float left[16], error[16];
+};
+
+// Rows of x as digits of 8 bits: planes and scales [panel][tile].
+struct DigitRows {
+    DigitShape shape;
+    std::int8_t *planes;
+    DigitScales *scales;
+    double *row_scale;  // [16 tiles]
+};
+
+// Tile products in whole numbers: product_amx.cpp has one set, and says how the bound is kept.
+struct DigitKernels {
+    bool (*serves)(const Packed4 &);
+    DigitShape (*shape)(const Packed4 &, std::size_t M);
+    void (*split)(const Packed4 &, const float *x, std::size_t tile, const DigitRows &);  // x is finite
+    // Outputs [begin, end) of all rows -> how many are NaN because their bound is not shown.
+    std::size_t (*multiply)(const Packed4 &, const DigitRows &, float *y, std::size_t begin, std::size_t end);
+};
+
 struct ProductKernels {
     const char *name;
     std::size_t lanes;         // a strip of outputs, and a chunk of codes, is twice that
@@ -109,7 +142,35 @@ struct ProductKernels {
     // As multiply_panels.
     void (*panels)(const float *x, std::size_t stride, std::size_t rows, const float *panels, std::size_t count,
                    std::size_t depth, const float *bias, float *out, std::size_t out_stride);
+    const DigitKernels *digits;  // nullptr where there are none
 };
+
+// Values that begin at a cache line; a thread keeps its own, as fresh pages cost more than a small product.
+template <typename Value>
+class Scratch {
+  public:
+    Scratch() = default;
+    Scratch(const Scratch &) = delete;
+    Scratch &operator=(const Scratch &) = delete;
+    ~Scratch() { ::operator delete(data_, std::align_val_t(64)); }
+
+    Value *at_least(std::size_t count) {
+        if (count > count_) {
+            ::operator delete(data_, std::align_val_t(64));
+            data_ = nullptr, count_ = 0;
+            data_ = static_cast<Value *>(::operator new(count * sizeof(Value), std::align_val_t(64)));
+            count_ = count;
+        }
+        return data_;
+    }
+
+  private:
+    Value *data_ = nullptr;
+    std::size_t count_ = 0;
+};
+
+// The digit products of this machine, nullptr where it has none.
+const DigitKernels *amx_digits();
 
 extern const ProductKernels portable_products, avx2_products, avx512_products, neon_products;
 

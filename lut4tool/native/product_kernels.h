@@ -20,30 +20,6 @@ constexpr std::size_t APART = PANEL * CHUNK + CHUNK;  // of their panels: not a 
 using F = Lanes::F;
 using W = Lanes::W;
 
-// Values that begin at a cache line; a thread keeps its own, as fresh pages cost more than a small product.
-template <typename Value>
-class Scratch {
-  public:
-    Scratch() = default;
-    Scratch(const Scratch &) = delete;
-    Scratch &operator=(const Scratch &) = delete;
-    ~Scratch() { ::operator delete(data_, std::align_val_t(64)); }
-
-    Value *at_least(std::size_t count) {
-        if (count > count_) {
-            ::operator delete(data_, std::align_val_t(64));
-            data_ = nullptr, count_ = 0;
-            data_ = static_cast<Value *>(::operator new(count * sizeof(Value), std::align_val_t(64)));
-            count_ = count;
-        }
-        return data_;
-    }
-
-  private:
-    Value *data_ = nullptr;
-    std::size_t count_ = 0;
-};
-
 INLINE F rounded_to(F value, Float type) {
     if (type == Float::f32) return value;
     return type == Float::f16 ? Lanes::round_f16(value) : Lanes::round_bf16(value);
@@ -54,6 +30,22 @@ struct PlainWeight : Packed4 {
     static constexpr Zeros zeros = Zeros::none;
     static constexpr Float rounding = Float::f32;
 };
+
+// QMM's with zero points that are codes.
+struct AffineWeight : Packed4 {
+    static constexpr Zeros zeros = Zeros::codes;
+    static constexpr Float rounding = Float::f32;
+};
+
+// -255 ... 15: the 16 codes less a zero point are 16 of these.
+struct Ramp {
+    float values[271];
+
+    constexpr Ramp() : values() {
+        for (int i = 0; i < 271; ++i) values[i] = float(i - 255);
+    }
+};
+constexpr Ramp RAMP;
 
 // Codes, looked up, to weights; a zero point that is a code is subtracted exactly.
 template <typename Weight>
@@ -75,7 +67,15 @@ template <typename Weight>
 INLINE Lanes::Table block_table(const Weight &weight, const Lanes::Table &base, std::size_t block) {
     constexpr std::size_t registers = sizeof(Lanes::Table) / sizeof(F);
     Lanes::Table table;
-    const F scale = Lanes::broadcast(scale_of(weight, block)), zero = zero_of_block(weight, block);
+    const F scale = Lanes::broadcast(scale_of(weight, block));
+    if (weight.zeros == Packed4::Zeros::codes) {
+        const float *steps = RAMP.values + 255 - code_zero_of(weight, block);
+        for (std::size_t i = 0; i < registers; ++i) {
+            table.entries[i] = rounded_to(Lanes::mul(Lanes::load(steps + i * L), scale), weight.rounding);
+        }
+        return table;
+    }
+    const F zero = zero_of_block(weight, block);
     for (std::size_t i = 0; i < registers; ++i) table.entries[i] = weights(weight, base.entries[i], scale, zero);
     return table;
 }
@@ -225,35 +225,33 @@ INLINE void in_order(const double *sums, bool high_nibble_first, float *y) {
 
 template <std::size_t CHUNKS, typename Weight>
 void gemv_along_n(const Weight &weight, const float *x, float *y, std::size_t begin, std::size_t end) {
-    constexpr std::size_t COLUMNS = 2048;
-    alignas(64) double totals[COLUMNS];
+    static thread_local Scratch<double> scratch;
+    const std::size_t columns = end - begin;
+    double *totals = scratch.at_least(columns);
     const Lanes::Table base = Lanes::table(weight.table);
     const Blocks blocks(weight.block_size);
-    for (std::size_t at = begin; at < end; at += COLUMNS) {
-        const std::size_t columns = end - at < COLUMNS ? end - at : COLUMNS;
-        for (std::size_t i = 0; i < columns; ++i) totals[i] = 0;
-        std::size_t k = 0;
-        for (; k + ROWS_AT_ONCE <= weight.rows; k += ROWS_AT_ONCE) {
-            for (std::size_t c = 0; c < columns; c += CHUNKS * CHUNK) {
-                const std::size_t flat = k * weight.stride + at + c;
-                if (c % 128 == 0) {  // a line of each of the next rows
-                    for (std::size_t r = ROWS_AT_ONCE; r < 2 * ROWS_AT_ONCE; ++r) {
-                        Lanes::prefetch(weight.packed + (flat + r * weight.stride) / 2);
-                    }
+    for (std::size_t i = 0; i < columns; ++i) totals[i] = 0;
+    std::size_t k = 0;
+    for (; k + ROWS_AT_ONCE <= weight.rows; k += ROWS_AT_ONCE) {
+        for (std::size_t c = 0; c < columns; c += CHUNKS * CHUNK) {
+            const std::size_t flat = k * weight.stride + begin + c;
+            if (c % 128 == 0) {  // the line after the next one of each row
+                for (std::size_t r = 0; r < ROWS_AT_ONCE; ++r) {
+                    Lanes::prefetch(weight.packed + (flat + r * weight.stride) / 2 + 128);
                 }
-                rows_along_n<CHUNKS>(weight, base, blocks, x + k, flat, totals + c);
             }
+            rows_along_n<CHUNKS>(weight, base, blocks, x + k, flat, totals + c);
         }
-        for (; k < weight.rows; ++k) {
-            for (std::size_t c = 0; c < columns; c += CHUNK) {
-                F sums[2];
-                chain_along_n<1>(weight, base, blocks, x + k, k * weight.stride + at + c, 1, sums);
-                Lanes::accumulate(totals + c, sums[0]);
-                Lanes::accumulate(totals + c + L, sums[1]);
-            }
-        }
-        for (std::size_t c = 0; c < columns; c += CHUNK) in_order(totals + c, weight.high_nibble_first, y + at + c);
     }
+    for (; k < weight.rows; ++k) {
+        for (std::size_t c = 0; c < columns; c += CHUNK) {
+            F sums[2];
+            chain_along_n<1>(weight, base, blocks, x + k, k * weight.stride + begin + c, 1, sums);
+            Lanes::accumulate(totals + c, sums[0]);
+            Lanes::accumulate(totals + c + L, sums[1]);
+        }
+    }
+    for (std::size_t c = 0; c < columns; c += CHUNK) in_order(totals + c, weight.high_nibble_first, y + begin + c);
 }
 
 template <typename Weight>
@@ -489,6 +487,9 @@ inline bool is_plain(const Packed4 &weight) {
 
 inline void gemv(const Packed4 &weight, const float *x, float *y, std::size_t begin, std::size_t end) {
     if (is_plain(weight)) return gemv_of(PlainWeight{weight}, x, y, begin, end);
+    if (weight.zeros == Packed4::Zeros::codes && weight.rounding == Float::f32) {
+        return gemv_of(AffineWeight{weight}, x, y, begin, end);
+    }
     gemv_of(weight, x, y, begin, end);
 }
 

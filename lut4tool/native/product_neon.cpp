@@ -6,6 +6,6 @@ namespace {
 #include "panel_kernels.h"
 }  // namespace
 
-const ProductKernels neon_products{"neon", L, Lanes::rows_of_tile, gemv, tile, panel_products};
+const ProductKernels neon_products{"neon", L, Lanes::rows_of_tile, gemv, tile, panel_products, nullptr};
 
 }  // namespace lut4tool

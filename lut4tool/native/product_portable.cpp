@@ -6,6 +6,6 @@ namespace {
 #include "panel_kernels.h"
 }  // namespace
 
-const ProductKernels portable_products{"portable", L, Lanes::rows_of_tile, gemv, tile, panel_products};
+const ProductKernels portable_products{"portable", L, Lanes::rows_of_tile, gemv, tile, panel_products, nullptr};
 
 }  // namespace lut4tool
