@@ -595,9 +595,10 @@ def _quantized(site: Site, constants: Sequence[Constant]) -> tuple[np.ndarray, n
         return None
     values: list[Any] = [constant.value for constant in constants]
     matrix, scale, zero = (*values, None)[:3]
-    columns = scale.ndim == 1 and site.attributes.get("axis", 1) in (1, -1) and scale.size == matrix.shape[-1]
-    fits = matrix.ndim == 2 and matrix.dtype.name in ("int8", "uint8") and scale.dtype == np.float32
-    return (matrix, scale, zero) if fits and (columns or scale.size == 1) else None
+    if matrix.ndim != 2 or matrix.dtype.name not in ("int8", "uint8") or scale.dtype != np.float32:
+        return None
+    columns = scale.ndim == 1 and site.attributes.get("axis", 1) in (1, -1) and scale.size == matrix.shape[1]
+    return (matrix, scale, zero) if columns or scale.size == 1 else None
 
 
 def _widens(site: Site, constants: Sequence[Constant]) -> bool:
