@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf, prod
 from typing import Any
 
@@ -41,11 +42,15 @@ class Chain:
     def __init__(self, links: Sequence[Link], stages: Sequence[Stage] | None = None) -> None:
         self.links = tuple(links)
         self.stages = merged(links) if stages is None else tuple(stages)
-        self.program = convolution.stages(self.stages)
         self._least = max((link.ranks[0] for link in links), default=0)
         self._most = min((link.ranks[1] for link in links), default=64)
         self._channels = _size(self.stages, "channel_affine")
         self._points = _size(self.stages, "point_affine")
+
+    @cached_property
+    def program(self) -> Any:
+        """The native form of the stages."""
+        return convolution.stages(self.stages)
 
     @property
     def points(self) -> int:
@@ -195,11 +200,15 @@ def _folds(link: Link, w: np.ndarray) -> bool:
 # -- the operators
 
 
+def elementwise(step: Step) -> bool:
+    """Whether a step's operator may be a link."""
+    return step.operator.name in _MAKERS and step.operator.domain == ""
+
+
 def link_of(step: Step, planned: Planned, sources: Sequence[Any]) -> Link | None:
     """A step as a link; None where it is no elementwise operator on float32 that the stages serve."""
-    row = step.operator
-    make = _MAKERS.get(row.name) if row.domain == "" and planned.float32 else None
-    made = make(planned.attributes, list(sources)) if make is not None else None
+    serves = planned.float32 and elementwise(step)
+    made = _MAKERS[step.operator.name](planned.attributes, list(sources)) if serves else None
     if made is None:
         return None
     stages, ranks = made

@@ -18,7 +18,7 @@ import numpy as np
 
 from lut4tool.runtime import convolution
 from lut4tool.runtime.binding import Frame, bind_host
-from lut4tool.runtime.chains import CURRENT, SAVED, After, Chain, Link, folded, link_of
+from lut4tool.runtime.chains import CURRENT, SAVED, After, Chain, Link, elementwise, folded, link_of
 from lut4tool.runtime.graph import Step
 from lut4tool.runtime.ops.conv import PreparedConv
 from lut4tool.runtime.scaling import fuse_scaling
@@ -83,6 +83,8 @@ class _Follower:
     def _begin(self, draft: _Draft, index: int) -> bool:
         """Make an elementwise step the first link of a chain on one of its inputs."""
         step = self.steps[index]
+        if not elementwise(step):
+            return False
         for slot in dict.fromkeys(step.inputs):
             link = self._link(index, slot, None, draft)
             if link is not None:
@@ -126,7 +128,7 @@ class _Follower:
     def _link(self, index: int, slot: int, saved: int | None, draft: _Draft) -> Link | None:
         """A step as a link on the value in `slot`; what else it reads become operands of the draft."""
         step, planned = self.steps[index], self.planned[index]
-        if planned is None or index in self.taken or len(step.outputs) != 1 or slot not in step.inputs:
+        if planned is None or not elementwise(step) or index in self.taken or len(step.outputs) != 1:
             return None
         sources: list[Any] = []
         operands = list(draft.operands)
