@@ -9,11 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 from hostile import CASES, COMMANDS, LIMIT
 from onnx import TensorProto
 
+from build import build
 from lut4tool import native
+from lut4tool.rewrite import rewrite
+from lut4tool.runtime.session import Runtime
 from lut4tool.storage import StorageError, Tensors
 
 UNSIGNED = TensorProto.UINT8
@@ -39,6 +44,22 @@ def test_a_file_that_is_cut_while_it_is_mapped_is_an_error_and_no_crash(tmp_path
     assert array[-1] == 0  # its page is gone
     with pytest.raises(StorageError, match=r"w\.bin was cut while it was read"):
         tensors.check_whole()
+
+
+@pytest.mark.skipif(not native.compiled(), reason="the handler of lost pages is compiled")
+def test_weights_that_are_cut_under_a_runtime_are_an_error_of_the_run(tmp_path: Path) -> None:
+    built = build(rows=64, cols=64, block=32)
+    onnx.save(built.model, tmp_path / "in.onnx", save_as_external_data=True, location="w.bin", size_threshold=64)
+    rewrite(tmp_path / "in.onnx", tmp_path / "in.onnx")
+    with (tmp_path / "w.bin").open("ab") as data:  # packed on another page than the end
+        data.write(bytes(1 << 16))
+    runtime = Runtime(tmp_path / "in.onnx", "cpu")
+    (y, *_) = runtime.run(None, built.feeds)
+    assert np.abs(y - built.expected).max() < 1e-4
+    with (tmp_path / "w.bin").open("r+b") as data:
+        data.truncate(0)
+    with pytest.raises(StorageError, match=r"w\.bin was cut while it was read"):
+        runtime.run(None, built.feeds)
 
 
 @pytest.mark.parametrize("change", ["written", "replaced", "removed"])

@@ -14,7 +14,8 @@ _DATA_BYTES = 1024
 
 def schema_of(domain: str, name: str, version: int) -> OpSchema | None:
     """The schema in force at an opset version, None where the standard has none."""
-    return onnx.defs.get_schema(name, version, domain) if onnx.defs.has(name, version, domain) else None
+    known = 0 <= version < 1 << 31 and onnx.defs.has(name, version, domain)  # onnx takes no other numbers
+    return onnx.defs.get_schema(name, version, domain) if known else None
 
 
 def is_random(schema: Any) -> bool:

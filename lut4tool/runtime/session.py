@@ -46,6 +46,8 @@ class Runtime:
         tensors = base_dir if isinstance(base_dir, Tensors) else Tensors(base_dir)
         self.device = backend.device(device)
         self.plan = plan(proto, self.device, tensors)
+        tensors.check_whole()
+        self._tensors = tensors
         with mx.stream(self.device):
             if not on_host():
                 channels.lay_out(self.plan)
@@ -74,7 +76,7 @@ class Runtime:
         feeds: NumPy arrays (ml_dtypes' types for bfloat16, int4, float8; strings as str or object arrays) or MLX
         arrays, by input name; lists of them for sequences. as_numpy=False leaves MLX arrays where MLX has the type.
         Callable from several threads, which take turns. Raises RunError before anything runs for names, types, ranks
-        and shapes that do not fit, and for a node that fails, by its name.
+        and shapes that do not fit, and for a node that fails, by its name; StorageError where its weights were cut.
         """
         return self.results(self.evaluate(output_names, feeds), as_numpy)
 
@@ -87,6 +89,7 @@ class Runtime:
                 results = self.plan.graph(*values)
                 chosen = [results[place] for place in wanted]
                 _evaluate(chosen)
+                self._tensors.check_whole()
             except BaseException:
                 self.plan.clear()
                 raise
