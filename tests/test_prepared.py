@@ -80,6 +80,8 @@ CASES = [
     ("LogSoftmax", 13, [X], {"axis": 2}, 1),
     ("LayerNormalization", 17, [X, floats(4), floats(4)], {}, 1),
     ("LayerNormalization", 17, [X, floats(3, 4)], {"axis": 1, "epsilon": 1e-2}, 1),
+    ("DequantizeLinear", 13, [ints(0, 9, 255).astype(np.uint8), np.float32(0.3), np.uint8(7)], {}, 1),
+    ("DequantizeLinear", 13, [ints(-128, 9).astype(np.int8), np.float32(0.3)], {}, 1),
     ("Round", 13, [4 * X], {}, 1),
     ("Neg", 13, [X], {}, 1),
     ("ReduceMean", 18, [X, ints(1)], {}, 1),

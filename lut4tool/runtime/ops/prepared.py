@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from onnx import TensorProto
 
 from lut4tool.runtime import curves
 from lut4tool.runtime.cache import Cache
@@ -372,6 +373,25 @@ def relu(node: Node, general: Run) -> Run | None:
         return None
     zero = np.zeros((), dtype)
     return lambda x: np.maximum(x, zero)
+
+
+def dequantize(node: Node, general: Run) -> Run | None:
+    """Bytes by one scale: their differences are exact in float32 too."""
+    if node.types[0] not in ("tensor(int8)", "tensor(uint8)") or node.types[1] != "tensor(float)":
+        return None
+    if node.attributes.get("block_size", 0) or node.attributes.get("output_dtype", 0) not in (0, TensorProto.FLOAT):
+        return None
+
+    def run(x: Any, scale: Any, zero: Any = None) -> Any:
+        if scale.size != 1 or scale.ndim > 1:
+            return general(x, scale, zero)
+        y = x.astype(np.float32)
+        if zero is not None:
+            y -= np.float32(zero.reshape(()))
+        y *= scale.reshape(())
+        return y
+
+    return run
 
 
 # -- reductions

@@ -11,6 +11,7 @@ import numpy as np
 
 from lut4tool.runtime import int8
 from lut4tool.runtime.dtypes import MLX_OF, numpy_dtype, on_host, to_device
+from lut4tool.runtime.ops import prepared
 from lut4tool.runtime.ops.codes import encode
 from lut4tool.runtime.ops.compute import finish, finish_as, numpy_type, working
 from lut4tool.runtime.ops.conv import check_channels, convolve_host
@@ -83,7 +84,7 @@ def in_type(xp: Any, value: Any, dtype: np.dtype) -> Any:
     return value.astype(dtype if xp is np else MLX_OF[dtype]).astype(xp.float32)
 
 
-@op("DequantizeLinear", since=10, codes=True)
+@op("DequantizeLinear", since=10, codes=True, prepare=prepared.dequantize)
 def dequantize_linear(
     x: Any, x_scale: Any, x_zero_point: Any = None, *, axis: int = 1, block_size: int = 0, output_dtype: int = 0
 ) -> Any:
