@@ -7,8 +7,8 @@ STAMP := $(VENV)/installed
 EXTRAS := $(if $(filter Darwin,$(shell uname -s)),dev,cpu,dev)
 NATIVE := pyproject.toml CMakeLists.txt $(wildcard lut4tool/native/*.c lut4tool/native/*.cpp lut4tool/native/*.h)
 
-# make test-all: the slow tests too.
-.PHONY: setup test test-all demo lint bench clean
+# make test-all: the slow tests too; make soak: what takes an hour, its figures into docs/reliability.md.
+.PHONY: setup test test-all soak demo lint bench clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,9 @@ test: setup
 
 test-all: setup
 	$(BIN)/python -m pytest -n 2
+
+soak: setup
+	$(BIN)/python benchmarks/soak.py
 
 demo: setup
 	$(BIN)/lut4tool demo
