@@ -205,6 +205,11 @@ class Tensors:
         self._paths[place] = real
         return real
 
+    def touch(self, tensor: onnx.TensorProto) -> None:
+        """Count a tensor's file as read since the last `release`, for those who kept its array."""
+        if is_external(tensor):
+            self._map(tensor)
+
     def release(self) -> None:
         """Let go of the mapped pages that were read: they come back from the file when they are needed again."""
         for real in self._touched:

@@ -192,6 +192,9 @@ def test_external_bytes_are_streamed_to_a_new_file(tmp_path: Path, monkeypatch: 
         return array
 
     monkeypatch.setattr(Layout, "role", seen)
+    let_go: list[bool] = []
+    release = Tensors.release
+    monkeypatch.setattr(Tensors, "release", lambda held: let_go.append(bool(held._touched)) or release(held))
     built = build(rows=2048, cols=1200, block=64)
     onnx.save(copy.deepcopy(built.model), tmp_path / "in.onnx", save_as_external_data=True, location="w.bin")
     data = (tmp_path / "w.bin").read_bytes()
@@ -201,6 +204,7 @@ def test_external_bytes_are_streamed_to_a_new_file(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "out.onnx.data").read_bytes() == swap(built.parts[0].packed).tobytes()
     assert max(sizes) <= 1 << 17  # the witness takes more at a time
     assert sizes.count(1 << 15) > 30
+    assert sum(let_go) > 30  # pages of the old file, after each piece
     assert_same_results(built, onnx.load(tmp_path / "out.onnx"), [run_reference])
 
 

@@ -123,6 +123,8 @@ class Layout:
     def cut(self, arrays: Mapping[str, np.ndarray], units: np.ndarray) -> dict[str, np.ndarray]:
         """Arrays by name, those that Cut.axes names cut to some units."""
         cut = self.proof.cut
+        for tensor in self.proof.sources.values():
+            self._tensors.touch(tensor)
         axes = {} if cut is None else cut.axes
         return {
             name: take(array, axes[name], units, cut.size) if cut is not None and name in axes else array
