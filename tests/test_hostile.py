@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from onnx import TensorProto
 from build import build
 from lut4tool import native
 from lut4tool.rewrite import rewrite
+from lut4tool.runtime.graph import RunError
+from lut4tool.runtime.running import read_feeds
 from lut4tool.runtime.session import Runtime
 from lut4tool.storage import StorageError, Tensors
 
@@ -174,3 +177,45 @@ def test_a_large_hostile_model(tmp_path: Path, name: str) -> None:
     for answer in ask(tmp_path, [name]).values():
         check(name, answer)
         assert answer["peak"] < 3 * PEAK
+
+
+# Inputs in files
+
+
+class Harmful:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz"])
+def test_arrays_are_read_without_pickle(tmp_path: Path, suffix: str) -> None:
+    trace, file = tmp_path / "trace", tmp_path / f"x.{suffix}"
+    harmful = np.array([Harmful(trace)], object)
+    if suffix == "npy":
+        np.save(file, harmful, allow_pickle=True)
+    else:
+        np.savez(file, x=harmful)
+    with pytest.raises(RunError, match=r"plain arrays|holds objects"):
+        read_feeds([f"x={file}" if suffix == "npy" else str(file)], [])
+    assert not trace.exists()
+    np.load(file, allow_pickle=True)["x" if suffix == "npz" else 0]
+    assert trace.exists()  # it would have
+
+
+@pytest.mark.parametrize(
+    "shape", ["(1099511627776, 1099511627776)", "(-1,)", "(9999999999999999999999,)", "('x',)", "[3]", "(3,"]
+)
+def test_an_array_file_whose_header_lies(tmp_path: Path, shape: str) -> None:
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + bytes(12)
+    (tmp_path / "x.npy").write_bytes(content)
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+        archive.writestr("x.npy", content)
+    for given in (f"x={tmp_path / 'x.npy'}", str(tmp_path / "x.npz")):
+        with pytest.raises(RunError, match=r"x\.np[yz]"):
+            read_feeds([given], [])

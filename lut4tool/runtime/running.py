@@ -8,6 +8,7 @@ import re
 import statistics
 import sys
 import time
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,12 @@ from lut4tool.runtime.feeds import ValueInfo
 from lut4tool.runtime.graph import RunError
 from lut4tool.runtime.session import Runtime
 from lut4tool.storage import write_atomic
+
+#: What NumPy raises for files that are cut, damaged or lie about themselves.
+_DAMAGED = (
+    ValueError, OverflowError, MemoryError, EOFError, RuntimeError, SyntaxError, tokenize.TokenError,
+    zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
 
 #: Random integers are drawn below this: small enough for an index into most tables.
 _RANDOM_INTEGERS = 8
@@ -165,7 +172,7 @@ def _viewed(array: np.ndarray, info: ValueInfo) -> np.ndarray:
 def _load(path: Path) -> Any:
     try:
         return np.load(path, allow_pickle=False)
-    except (ValueError, EOFError, zipfile.BadZipFile, NotImplementedError) as error:
+    except _DAMAGED as error:
         raise RunError(f"{path} is not an .npy or .npz file of plain arrays: {error}") from error
 
 
@@ -177,7 +184,7 @@ def load_npz(path: Path) -> dict[str, np.ndarray]:
     with loaded:
         try:
             return {name: loaded[name] for name in loaded.files}
-        except (ValueError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        except (*_DAMAGED, OSError) as error:
             raise RunError(f"{path} is damaged or cut short, or holds objects: {error}") from error
 
 
