@@ -113,7 +113,7 @@ LISTED = {
     "int8 Cast and Mul": ([helper.make_node("Cast", ["q"], ["f"], "cast", to=1),
                            helper.make_node("Mul", ["f", "by"], ["weight"], "scale"), PRODUCT],
                           [INTEGERS, make_tensor("by", np.ones(1, np.float32))],
-                          "Mul of Cast and initializer, not of a Gather and another, at node 'scale'"),
+                          "Mul of Cast and initializer, not of a Gather of entries and scales, at node 'scale'"),
     "int8 DequantizeLinear": ([helper.make_node("DequantizeLinear", ["q", "by"], ["weight"], "dequantize"), PRODUCT],
                               [INTEGERS, make_tensor("by", np.float32(1))],
                               "codes 'q', INT8 [10, 4], is not INT4 or UINT4, at node 'dequantize'"),

@@ -100,6 +100,17 @@ def test_in_memory() -> None:
     assert_same_results(built, after)
 
 
+@pytest.mark.parametrize("ir", [3, 7, 10])
+def test_ir_versions(ir: int) -> None:
+    built = build(ir=ir)
+    after = copy.deepcopy(built.model)
+    rewrite_model(after, Tensors(None))
+    assert compare(built.model, after).wrong == []
+    assert [entry.name for entry in after.graph.input] == ["x"]
+    onnx.checker.check_model(after, full_check=True)
+    assert_same_results(built, after)
+
+
 def test_chains_that_share_bytes_share_what_is_laid_out() -> None:
     shared = Chain(rows=8, cols=8, leaf_prefix="w/", prefix="a/")
     built = build_many([shared, Chain(rows=8, cols=8, leaf_prefix="w/", prefix="b/", perm="written")])

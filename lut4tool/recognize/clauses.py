@@ -70,7 +70,7 @@ def shaped(shape: Shape, steps: Sequence[Step], targets: dict[str, Shape] | None
         elif step.op == "Slice":
             step.place.require(len(shape) == 1, f"Slice of a value of shape {list(shape)}, not of flat elements")
             end = step.said.values[0]
-            step.place.require(0 < end <= shape[0], f"Slice to [{end}] of {shape[0]} elements")
+            step.place.require(0 < end <= shape[0], f"Slice to [{end}] of {shape[0]} elements, not to 1 to {shape[0]}")
             shape = (end,)
     return shape
 
@@ -80,8 +80,8 @@ def _reshaped(shape: Shape, place: Place, target: Literal) -> Shape:
     dims, size = list(target.values), math.prod(shape)
     fits = all(dim > 0 or dim == -1 for dim in dims) and dims.count(-1) <= 1
     rest = math.prod(dim for dim in dims if dim > 0)
-    place.require(fits and size % rest == 0, f"Reshape to {target} of {size} elements")
-    place.require(-1 in dims or size == rest, f"Reshape to {target} of {size} elements")
+    place.require(fits and size % rest == 0, f"Reshape of {size} elements to {target}, which they do not fill")
+    place.require(-1 in dims or size == rest, f"Reshape of {size} elements to {target}, which they do not fill")
     return tuple(size // rest if dim == -1 else dim for dim in dims)
 
 

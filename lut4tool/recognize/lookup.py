@@ -27,6 +27,7 @@ _INDEX = frozenset({TensorProto.INT32, TensorProto.INT64})
 _CODES = _BYTES | {TensorProto.INT8, TensorProto.INT4, TensorProto.UINT4}
 #: Those that INT32 holds.
 _SHORT = _CODES - {TensorProto.UINT32, TensorProto.INT64, TensorProto.UINT64}
+_OPERANDS = {"Gather": "a Gather of entries and scales", "Mul": "a Mul by scales and an offset"}
 #: Nodes that are passed at most to see which operand is looked up.
 _DEEP = 64
 
@@ -129,7 +130,7 @@ def _sorted(trail: Trail, node: Place, end: str) -> tuple[Value, Value]:
     """The operand that comes from an operator, through nodes that move or cast it, and the other one."""
     if not (_comes_from(trail, node, 0, end) or _comes_from(trail, node, 1, end)):
         kinds = " and ".join(trail.op_type(trail.input(node, index)) for index in (0, 1))
-        node.refuse(f"{node.node.op_type} of {kinds}, not of a {end} and another")
+        node.refuse(f"{node.node.op_type} of {kinds}, not of {_OPERANDS[end]}")
     index = 0 if _comes_from(trail, node, 0, end) else 1
     return trail.input(node, index), trail.input(node, 1 - index)
 

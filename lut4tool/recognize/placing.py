@@ -136,11 +136,11 @@ def _in_order(found: Lookup, grid: _Grid, matrix: Shape) -> Placed:
     count, block = grid.blocks, grid.block
     if count == 1:
         block = codes.total + codes.total % 2
-    found.at.require(block % 2 == 0, f"a block of {block} elements, which is not even")
+    found.at.require(block % 2 == 0, f"a block of {block} elements, which is odd; an even one is expected")
     blocks = -(-size // block)
     found.at.require(count == blocks, f"{count} scales for {size} elements in blocks of {block}, not {blocks}")
     held = codes.total + codes.total % 2
-    found.at.require(held <= blocks * block, f"{codes.total} codes, more than {blocks} blocks of {block}")
+    found.at.require(held <= blocks * block, f"{codes.total} codes, not at most {blocks} blocks of {block}")
     name, packed = codes.leaf.name, None
     if codes.per == 1 or len(codes.leaf.shape) > 1:
         make = packing.packed_codes if codes.per == 1 else flattened
@@ -202,7 +202,9 @@ def _in_columns(found: Lookup, grid: _Grid, matrix: Shape, weight: str, after: M
     """Scales along the columns of the weight: the new node holds its transpose, a column in each row."""
     codes, scales, depth = found.codes, found.scales, grid.blocks * grid.block
     assert scales is not None
-    found.at.require(grid.block % 2 == 0, f"blocks of {grid.block} elements along a column, which is not even")
+    found.at.require(
+        grid.block % 2 == 0, f"a block of {grid.block} elements of a column, which is odd; an even one is expected"
+    )
     found.at.require(
         matrix == (depth, grid.columns), f"a weight {list(matrix)} of scales along {grid.columns} columns of {depth}"
     )
