@@ -11,6 +11,7 @@ A backend is a module or folder here named after the device that it serves (`met
     qmm(x, weight, kernel=None)                x [M, K] times a QmmWeight -> [M, N] of x's type
     probe(weight, dtype)                       optional: makes tiny products, RuntimeError where a kernel fails
 
+Where a backend writes a weight out dense for a product, decoded.dense_of shares it with the other users of the weight.
 A backend may also have describe() -> str, what of it serves here, for the plan: such as its instruction set.
 
 x and results are mx.arrays, on a CPU also NumPy's; the weight's arrays stay NumPy (views of the file's map), to be
@@ -35,6 +36,7 @@ import mlx.core as mx
 
 from lut4tool.errors import Lut4Error
 from lut4tool.formats import Lookup4Weight, QmmWeight
+from lut4tool.kernels import decoded
 
 FORCED, DISABLED = "LUT4TOOL_KERNEL", "LUT4TOOL_DISABLE"
 KERNEL_NAMES = ("gemv", "tile", "decode", "reference")
@@ -105,6 +107,7 @@ def choose(weight: Lookup4Weight | QmmWeight, dtype: str, device: str, m: int = 
         if why is None:
             why = _probe(module, name, weight, dtype)
         if why is None:
+            decoded.planned(weight)
             return Choice(name, forced, module, refusals)
         refusals[name] = why
     raise KernelError("; ".join(f"{name}: {why}" for name, why in refusals.items()))

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from lut4tool.kernels import decoded
 from lut4tool.runtime import backend
 from lut4tool.runtime.backend import BackendError, mx
 from lut4tool.runtime.binding import Frame
@@ -231,7 +232,8 @@ class _Function:
                 frame[slot] = value
             before = mx.get_active_memory()
             try:
-                execute(frame, lines)
+                with decoded.one_run():
+                    execute(frame, lines)
                 found = [frame[slot] for slot in outputs]
             finally:
                 for step in steps:
@@ -311,7 +313,8 @@ def _is_traceable(frame: Frame, step: Step, dynamic: frozenset[int]) -> bool:
     def trace(*given: mx.array) -> list[mx.array]:
         for slot, value in zip(places, given, strict=True):
             frame[slot] = value
-        result = step.call()
+        with decoded.one_run():
+            result = step.call()
         return [part for part in (result if isinstance(result, tuple) else (result,)) if isinstance(part, mx.array)]
 
     try:

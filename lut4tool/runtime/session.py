@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from lut4tool.kernels import decoded
 from lut4tool.runtime import backend, channels, regions
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.cache import Cache
@@ -83,7 +84,7 @@ class Runtime:
     def evaluate(self, output_names: Sequence[str] | None, feeds: Mapping[str, Any]) -> list[Any]:
         """Run once and return the values as the steps made them: MLX arrays, and NumPy arrays of host values."""
         wanted = range(len(self._outputs)) if output_names is None else [self._place(name) for name in output_names]
-        with self._lock, mx.stream(self.device), np.errstate(all="ignore"):
+        with self._lock, mx.stream(self.device), np.errstate(all="ignore"), decoded.one_run():
             values = self._values(feeds)
             try:
                 results = self.plan.graph(*values)

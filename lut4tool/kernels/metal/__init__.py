@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from lut4tool.formats import Lookup4Weight, QmmWeight
+from lut4tool.kernels.decoded import dense_of
 from lut4tool.kernels.metal import trial
 from lut4tool.kernels.metal.decode import decode
 from lut4tool.kernels.metal.gemv_columns import gemv_columns
@@ -117,7 +118,7 @@ def _product(x: mx.array, weight: Lookup4Weight | QmmWeight, kernel: str | None)
         return gemv_columns(x, on_gpu) if on_gpu.along_k else gemv_rows(x, on_gpu)
     if name == "tile":
         return tile(x, on_gpu)
-    matrix = decode(on_gpu).astype(x.dtype)
+    matrix = dense_of(weight, lambda: decode(on_gpu)).astype(x.dtype)
     return x @ (matrix if on_gpu.along_k else matrix[:, : on_gpu.K].T)
 
 
