@@ -15,7 +15,7 @@ namespace lut4tool {
 namespace {
 
 static_assert(UNITS == PANEL_COLUMNS);
-constexpr std::size_t WORTH = std::size_t(1) << 18;  // bytes of weights a step reads that are worth a second thread
+constexpr std::size_t WORTH = std::size_t(1) << 19;  // bytes of weights a step reads that are worth a second thread
 constexpr std::size_t ROWS = 16;                     // of x that a piece multiplies at least
 
 // Sums of a block's gates [gates][16] for one row: x's, with the biases, and the state's.
@@ -202,7 +202,7 @@ void run_cells(const Cell *cells, const Sequence *sequences, std::size_t directi
     for (std::size_t d = 0; d < directions; ++d) runs.emplace_back(cells[d], sequences[d]);
     const std::size_t blocks = cells[0].blocks(), rows = runs[0].rows();
     const std::size_t read = bytes_of(cells[0].state, blocks), multiplied = rows * directions * bytes_of(cells[0].input, blocks);
-    const bool alone = multiplied < 16 * WORTH || threads == 1;
+    const bool alone = multiplied < 8 * WORTH || threads == 1;
     for (Run &run : runs) run.round_input();
     const std::size_t pieces = alone ? 1 : std::max<std::size_t>(1, std::min<std::size_t>(rows / ROWS, 4 * threads));
     parallel(directions * pieces, alone ? 1 : threads, [&](std::size_t index) {
@@ -217,7 +217,7 @@ void run_cells(const Cell *cells, const Sequence *sequences, std::size_t directi
         });
     } else {
         std::vector<Run::Scratch> own(threads);
-        parallel_phases(runs[0].phases(), blocks, read < WORTH ? 1 : threads,
+        parallel_phases(runs[0].phases(), blocks, read < WORTH || runs[0].phases() < 4 ? 1 : threads,
                         [&](std::size_t phase, std::size_t block, std::size_t worker) { runs[0].block(phase, block, own[worker]); });
     }
     for (Run &run : runs) run.finish();
