@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import onnx
 import pytest
@@ -28,6 +30,7 @@ CONSTANTS = {
     "var": np.abs(floats(8)) + 0.5, "channel": floats(8, 1, 1), "channels": floats(1, 8, 1, 1),
     "short": floats(8, 1), "points": floats(6), "table": floats(2, 8, 1, 1), "deep": floats(1, 1, 1, 1, 1),
     "one": floats(1), "three": np.array(3, np.float32), "six": np.array(6, np.float32),
+    "two": np.array([2], np.int64), "line_bias": floats(1, 8, 1), "wide": floats(11),
     "zero": np.array(0, np.float32), "half": np.array(0.5, np.float32), "high": np.array(1e38, np.float32),
 }  # fmt: skip
 
@@ -222,6 +225,38 @@ def test_convolutions_of_other_ranks(case, monkeypatch):
         f"g (float[N, 4, {axes}] x) => (float[N, K, {axes}] y) {{ c = Conv(x, {weight}) m = Mul(c, half) y = Relu(m) }}"
     )
     checked(proto, monkeypatch, {"x": x}, ["Mul", "Relu"] if rank == 1 else ["Relu"])
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("s = Squeeze(c, two) a = Add(s, line_bias) y = Relu(a)", ["Squeeze", "Add", "Relu"]),
+        ("s = Squeeze(c, two) g = Sigmoid(s) y = Mul(s, g)", ["Squeeze", "Sigmoid", "Mul"]),
+        ("s = Squeeze(c, two) m = Mul(s, s2) y = Neg(m)", ["Squeeze", "Neg"]),
+        ("g = Sigmoid(c) s = Squeeze(g, two) d = Squeeze(c, two) y = Mul(s, d)", []),
+        ("s = Squeeze(c, two) m = Mul(s, wide) y = Neg(m)", ["Squeeze", "Neg"]),
+    ],
+)
+def test_an_axis_that_is_taken_away(text, wanted, monkeypatch):
+    proto = model(
+        f"g (float[N, 4, 1, W] x, float[N, 8, W] s2) => (float[N, 8, W] y) {{ c = Conv<pads=[1,1,1,1]>(x, w) {text} }}"
+    )
+    checked(proto, monkeypatch, {"x": floats(2, 4, 1, 11), "s2": floats(2, 8, 11)}, wanted)
+
+
+def test_an_axis_that_cannot_be_taken_away_is_an_error_that_names_its_node():
+    proto = model(
+        "g (float[N, 4, H, W] x) => (float[N, 8, W] y) { c = Conv(x, w) [flat] s = Squeeze(c, two) y = Relu(s) }"
+    )
+    with pytest.raises(RunError, match="node 'flat' \\(Squeeze\\) failed"):
+        Runtime(proto).run(None, IMAGE)
+
+
+def test_a_profile_names_what_a_step_has_taken_in(tmp_path):
+    runtime = Runtime(model("g (float[N, 4, H, W] x) => (float[N, K, P, Q] y) { c = Conv(x, w) [curve] y = Relu(c) }"))
+    runtime.profile(IMAGE, tmp_path / "trace.json")
+    (event,) = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert (event["name"], event["args"]["fused"]) == ("Conv", ["curve"])
 
 
 def test_products_and_vectors(monkeypatch):

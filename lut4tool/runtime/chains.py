@@ -25,7 +25,7 @@ class Link:
     """A node of a chain: its stages, and what runs it alone on `sources`.
 
     A source is CURRENT, SAVED, the number of an operand, a constant or None. saves: the value is saved before it.
-    ranks: the least and the most axes that the chain's value may have.
+    ranks: the least and the most axes that the chain's first value may have. squeezes: how many axes it takes away.
     """
 
     step: Step
@@ -34,6 +34,7 @@ class Link:
     stages: tuple[Stage, ...]
     ranks: tuple[int, int]
     saves: bool = False
+    squeezes: int = 0
 
 
 class Chain:
@@ -46,6 +47,7 @@ class Chain:
         self._most = min((link.ranks[1] for link in links), default=64)
         self._channels = _size(self.stages, "channel_affine")
         self._points = _size(self.stages, "point_affine")
+        self._squeezes = tuple(link for link in links if link.squeezes)
 
     @cached_property
     def program(self) -> Any:
@@ -75,6 +77,15 @@ class Chain:
             return None
         return shape[0], shape[1], prod(shape[2:])
 
+    def squeezed(self, y: np.ndarray) -> Any:
+        """The result of the stages without the axes that the chain takes away. Raises NodeError."""
+        for link in self._squeezes:
+            try:
+                y = link.run(y, *link.sources[1:])
+            except Exception as error:
+                raise failure(link.step, error) from error
+        return y
+
     def alone(self, value: Any, operands: Sequence[np.ndarray]) -> Any:
         """Run the nodes one by one. Raises NodeError for the one that fails."""
         saved = None
@@ -95,7 +106,7 @@ class Chain:
         view = self.view(x.shape, operands) if x.size else None
         if view is None:
             return self.alone(x, operands)
-        return convolution.apply(self.program, x, operands, view)
+        return self.squeezed(convolution.apply(self.program, x, operands, view))
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,9 +124,9 @@ class After:
         if view is None or y.dtype != np.float32:
             return self.chain.alone(y, operands)
         if not (y.flags.c_contiguous and y.flags.writeable):
-            return convolution.apply(self.chain.program, y, operands, view)
+            return self.chain.squeezed(convolution.apply(self.chain.program, y, operands, view))
         convolution.apply_inplace(self.chain.program, y, operands, view)
-        return y
+        return self.chain.squeezed(y)
 
 
 def _source(source: Any, value: Any, saved: Any, operands: Sequence[np.ndarray]) -> Any:
@@ -191,7 +202,7 @@ def folded(links: Sequence[Link], w: np.ndarray, bias: np.ndarray | None) -> tup
 
 def _folds(link: Link, w: np.ndarray) -> bool:
     """Whether a link only multiplies and adds a constant, one a channel of what w [M, ...] makes or one for all."""
-    if link.saves or not link.ranks[0] <= w.ndim <= link.ranks[1]:
+    if link.saves or link.squeezes or not link.ranks[0] <= w.ndim <= link.ranks[1]:
         return False
     sizes = [1 if stage.scale is None else stage.scale.size for stage in link.stages]
     return {stage.name for stage in link.stages} <= {"affine", "channel_affine"} and set(sizes) <= {1, w.shape[0]}
@@ -202,17 +213,35 @@ def _folds(link: Link, w: np.ndarray) -> bool:
 
 def elementwise(step: Step) -> bool:
     """Whether a step's operator may be a link."""
-    return step.operator.name in _MAKERS and step.operator.domain == ""
+    return (step.operator.name in _MAKERS or step.operator.name == "Squeeze") and step.operator.domain == ""
 
 
-def link_of(step: Step, planned: Planned, sources: Sequence[Any]) -> Link | None:
-    """A step as a link; None where it is no elementwise operator on float32 that the stages serve."""
+def link_of(step: Step, planned: Planned, sources: Sequence[Any], dropped: int = 0) -> Link | None:
+    """A step as a link; None where it is no elementwise operator on float32 that the stages serve.
+
+    dropped: how many axes the links before it have taken away.
+    """
+    if step.operator.name == "Squeeze":
+        return _squeeze(step, planned, sources)
     serves = planned.float32 and elementwise(step)
     made = _MAKERS[step.operator.name](planned.attributes, list(sources)) if serves else None
     if made is None:
         return None
-    stages, ranks = made
-    return Link(step, planned.run, tuple(sources), stages, ranks)
+    stages, (least, most) = made
+    if dropped and (any(isinstance(source, int) for source in sources) or _size(stages, "point_affine")):
+        return None
+    return Link(step, planned.run, tuple(sources), stages, (least + dropped, most + dropped))
+
+
+def _squeeze(step: Step, planned: Planned, sources: Sequence[Any]) -> Link | None:
+    """Constant axes after the channels' are taken away: what lies where stays."""
+    axes = sources[1] if len(sources) > 1 else planned.attributes.get("axes")
+    if axes is None or isinstance(axes, int) or sources[0] is not CURRENT or not planned.float32:
+        return None
+    axes = np.asarray(axes).ravel()
+    if not axes.size or (axes < 2).any():
+        return None
+    return Link(step, planned.run, tuple(sources), (), _ANY, squeezes=axes.size)
 
 
 _Made = tuple[tuple[Stage, ...], tuple[int, int]]

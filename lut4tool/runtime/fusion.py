@@ -75,7 +75,7 @@ class _Follower:
             return
         while self._extend(draft):
             pass
-        if conv is None and len(draft.links) < (1 if fresh else 2):
+        if conv is None and sum(bool(link.stages) for link in draft.links) < (1 if fresh else 2):
             return
         self.taken |= {index, *draft.members}
         self.fused[draft.last] = _step(step, planned, conv, draft, self.frame)
@@ -87,7 +87,7 @@ class _Follower:
             return False
         for slot in dict.fromkeys(step.inputs):
             link = self._link(index, slot, None, draft)
-            if link is not None:
+            if link is not None and not link.squeezes:
                 draft.first = slot
                 draft.take(link, index, step.outputs[0])
                 return True
@@ -109,7 +109,7 @@ class _Follower:
             link = self._link(index, trial.slot, None, trial)
             if link is None:
                 return False
-            if any(stage.name == "save" for stage in link.stages):
+            if link.squeezes or any(stage.name == "save" for stage in link.stages):
                 return False
             if trial.slot == saved:
                 link = replace(link, saves=True)
@@ -147,7 +147,7 @@ class _Follower:
         wanted = [CURRENT] if saved is None else [CURRENT, SAVED]
         if not all(any(source is mark for source in sources) for mark in wanted):
             return None
-        link = link_of(step, planned, sources)
+        link = link_of(step, planned, sources, sum(link.squeezes for link in draft.links))
         if link is not None:
             draft.operands = operands
         return link
@@ -205,4 +205,4 @@ class FusedConv:
         shape = (x.shape[0], self.conv.kernels.count, *grid.out)
         if self.chain.points or self.chain.view(shape, operands) is None:
             return self.chain.alone(self.conv.run(x, grid), operands)
-        return self.conv.run(x, grid, self.chain.program, operands)
+        return self.chain.squeezed(self.conv.run(x, grid, self.chain.program, operands))

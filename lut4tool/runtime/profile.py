@@ -73,6 +73,7 @@ class Profile:
                 "dur": 1e6 * event.seconds,
                 "args": {
                     "node": event.step.name,
+                    "fused": [part.name for part in event.step.fused],
                     "where": event.where,
                     "type": event.type,
                     "shape": event.shape,
