@@ -74,6 +74,7 @@ REFUSED = {
     "B 'B', UINT8 [120, 2], is not [120]": tensor("B", np.zeros((120, 2), np.uint8)),
     "B 'B', INT8 [120], is not UINT8": tensor("B", np.zeros(120, np.int8)),
     "absmax 'absmax', FLOAT [14], is not [15]": tensor("absmax", np.zeros(14, np.float32)),
+    "absmax 'absmax', FLOAT [], is not [15]": tensor("absmax", np.zeros((), np.float32)),
     "absmax 'absmax', DOUBLE [15], is not FLOAT": tensor("absmax", np.zeros(15, np.float64)),
     "Abs, not a constant of absmax": lambda model: (
         model.graph.node.insert(0, helper.make_node("Abs", ["absmax"], ["abs"], "abs")),

@@ -89,7 +89,7 @@ def _facts(site: Place) -> dict[str, Any]:
 def _flat(site: Place, what: str, constant: Constant, count: int) -> str | Laid:
     """A constant of so many elements, flat or with axes of 1 after them. Raises Refuse."""
     shape = constant.shape
-    flat = shape[0] == count and all(size == 1 for size in shape[1:])
+    flat = shape[:1] == (count,) and all(size == 1 for size in shape[1:])
     site.require(flat, f"{what} {constant} is not [{count}]")
     if len(shape) == 1:
         return constant.name
