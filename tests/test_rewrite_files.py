@@ -310,8 +310,8 @@ def test_a_witness_that_differs_writes_nothing(built, tmp_path, monkeypatch):
     source = write(built.model, tmp_path / "in.onnx")
     before = files(tmp_path)
 
-    def bent(model, vendor=False):
-        report = recognize(model, vendor)
+    def bent(model, **options):
+        report = recognize(model, **options)
         wrong = dataclasses.replace(
             report.proofs[0], attributes={**report.proofs[0].attributes, "high_nibble_first": 0}
         )
