@@ -28,6 +28,9 @@ from lut4tool.runtime import backend
 OURS, DENSE, DECODE, FLOOR = "lut4tool", "dense", "decode + dense", "floor"
 ORT_DENSE, ORT_BNB4, ORT_NBITS = "onnxruntime dense", "onnxruntime MatMulBnb4", "onnxruntime MatMulNBits"
 
+#: N and K of what large language models multiply by, and the rows of x that they are timed with.
+STANDARD, STANDARD_ROWS = ((14336, 4096), (4096, 4096), (4096, 11008), (6656, 19968)), (1, 16, 128, 256, 512)
+
 #: A weight that would be larger once dense is not made dense.
 MOST_DENSE_BYTES = 2 << 30
 #: What is read between runs whose weights are to come from memory, at least and at most.

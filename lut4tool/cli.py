@@ -528,9 +528,14 @@ def demo(
 def bench(
     model: Annotated[Path | None, typer.Argument(metavar="MODEL", help="An ONNX file with 4-bit products.")] = None,
     shape: Annotated[
-        list[str] | None, typer.Option(metavar="N,K[,BLOCK]", help="N outputs, depth K; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            metavar="N,K[,BLOCK]", help="N outputs, depth K; repeatable; standard: four of large models."
+        ),
     ] = None,
-    m: Annotated[str, typer.Option("--m", metavar="M,M,...", help="Rows of x.")] = "1,16,128",
+    m: Annotated[
+        str, typer.Option("--m", metavar="M,M,...", help="Rows of x; standard: 1,16,128,256,512.")
+    ] = "1,16,128",
     device: Annotated[str, typer.Option(help="auto, metal, cuda or cpu.")] = "auto",
     seconds: Annotated[float, typer.Option(help="For each shape and number of rows.")] = 2.0,
     cold: Annotated[bool, typer.Option("--cold", help="Also with weights that no cache holds.")] = False,
@@ -539,12 +544,15 @@ def bench(
     """Time this machine's kernels beside dense products and onnxruntime's, in turns."""
     from rich.table import Table
 
-    from lut4tool.bench import Shape, shapes_of
+    from lut4tool.bench import STANDARD, STANDARD_ROWS, Shape, shapes_of
     from lut4tool.bench import bench as run_bench
     from lut4tool.storage import read_model
 
     shapes = []
     for text in shape or ():
+        if text == "standard":
+            shapes += [Shape(*sizes) for sizes in STANDARD]
+            continue
         n, k, *block = _numbers(text, "--shape", (2, 3))
         shapes.append(Shape(n, k, block[0] if block else 64))
     if (model is None) == (not shapes):
@@ -552,7 +560,8 @@ def bench(
     if model is not None:
         shapes = shapes_of(read_model(model))
     with _progress() as progress:
-        result = run_bench(shapes, _numbers(m, "--m"), device, seconds, cold, progress)
+        rows = list(STANDARD_ROWS) if m == "standard" else _numbers(m, "--m")
+        result = run_bench(shapes, rows, device, seconds, cold, progress)
     document = result.to_json()
     if json_output:
         _print_json(document)

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from lut4tool import native
+from lut4tool import cli, native
 from lut4tool.bench import BenchError, Shape, bench, shapes_of
 from tests.products import lookup4, product_model, qmm
 
@@ -55,6 +56,20 @@ def test_the_shapes_of_a_model_are_its_products() -> None:
     ]
     with pytest.raises(BenchError, match="the model has no 4-bit product"):
         shapes_of(product_model("Relu", {}, {}, "float32"))
+
+
+def test_the_standard_shapes_are_those_of_large_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def timed(shapes: list[Shape], rows: list[int], *rest: object) -> object:
+        asked.extend((shapes, rows))
+        raise BenchError("that will do")
+
+    monkeypatch.setattr("lut4tool.bench.bench", timed)
+    done = CliRunner().invoke(cli.app, ["bench", "--shape", "standard", "--shape", "8,32,16", "--m", "standard"])
+    assert done.exit_code != 0
+    sizes = [(14336, 4096), (4096, 4096), (4096, 11008), (6656, 19968)]
+    assert asked == [[*(Shape(n, k) for n, k in sizes), Shape(8, 32, 16)], [1, 16, 128, 256, 512]]
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
