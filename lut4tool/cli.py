@@ -529,9 +529,7 @@ def bench(
     model: Annotated[Path | None, typer.Argument(metavar="MODEL", help="An ONNX file with 4-bit products.")] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="N,K[,BLOCK]", help="N outputs, depth K; repeatable; standard: four of large models."
-        ),
+        typer.Option(metavar="N,K[,BLOCK]", help="N outputs, depth K; repeatable; standard: four of large models."),
     ] = None,
     m: Annotated[
         str, typer.Option("--m", metavar="M,M,...", help="Rows of x; standard: 1,16,128,256,512.")
