@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import tokenize
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -56,7 +57,14 @@ def _read_codebook(path: Path) -> tuple[Any, str]:
             return [float(word) for word in path.read_text().replace(",", " ").split()], what
     except OSError as error:
         raise ProduceError(f"cannot read {what}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (
+        ValueError,
+        EOFError,
+        MemoryError,
+        RecursionError,
+        SyntaxError,
+        tokenize.TokenError,
+    ) as error:
         raise ProduceError(f"{what} is not a list of 16 numbers: {error}") from error
     raise ProduceError(f"codebook {str(path)!r} is neither {', '.join(CODEBOOKS)} nor a .npy, .json or .txt file")
 

@@ -13,10 +13,12 @@ import random
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import atheris
+import hostile
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError, Message
@@ -50,12 +52,29 @@ def seeds() -> list[bytes]:
         {"place": ("Loop",)}, {"products": 3}, {"ir": 3},
     )]  # fmt: skip
     models.append(build_many([Chain(prefix="a/", seed=1), Chain(prefix="b/", seed=2, rows=8)]).model)
+    floats = hostile.tensor([6, 64], raw=np.ones(384, np.float32).tobytes())
+    models += [hostile.packed(), nbits(), hostile.product(floats)]
+    from backend_cases import node_tests  # it imports lut4tool, which must be instrumented first
+
+    tests = sorted(node_tests().items())
+    models += [test.model for _, test in tests[:: len(tests) // 40] if test.model.ByteSize() < 5000]
     for model in list(models):
         with contextlib.suppress(Lut4Error):
             copy = onnx.ModelProto.FromString(model.SerializeToString())
             rewrite.rewrite_model(copy, storage.Tensors(None))
             models.append(copy)
     return [model.SerializeToString() for model in models]
+
+
+def nbits() -> onnx.ModelProto:
+    """A vendor's product, x [3, 6] by [6, 4]."""
+    facts = {"K": 6, "N": 4, "bits": 4, "block_size": 16}
+    node = onnx.helper.make_node("MatMulNBits", ["x", "p", "s"], ["y"], domain="com.microsoft", **facts)
+    tensors = [
+        hostile.tensor([4, 1, 8], onnx.TensorProto.UINT8, "p", bytes(range(32))),
+        hostile.tensor([4], name="s", raw=np.ones(4, np.float32).tobytes()),
+    ]
+    return hostile.model([node], tensors, domains=["com.microsoft"])
 
 
 def mutate(data: bytes, size: int, seed: int) -> bytes:
@@ -146,11 +165,15 @@ def serve(data: bytes) -> None:
         recognize.recognize(storage.parse_model(data))
         plan.check(storage.parse_model(data), backend.device("cpu"))
     tensors = storage.Tensors(None)
-    for edit in (rewrite.rewrite_model, expand.expand_model, produce.quantize):
+    edits: tuple[Callable[[onnx.ModelProto], object], ...] = (
+        lambda model: rewrite.rewrite_model(model, tensors, vendor=True),
+        lambda model: produce.quantize(model, tensors),
+        expand.expand_model,
+    )
+    for edit in edits:
         with contextlib.suppress(Lut4Error):
             model = storage.parse_model(data)
-            arguments = () if edit is expand.expand_model else (tensors,)
-            edit(model, *arguments)
+            edit(model)
             storage.parse_model(model.SerializeToString())
     with contextlib.suppress(Lut4Error):
         model = storage.parse_model(data)

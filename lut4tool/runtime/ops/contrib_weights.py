@@ -42,6 +42,8 @@ def _attributes(node: Node, required: tuple[str, ...], **defaults: int) -> dict[
     if unknown := sorted(node.attributes.keys() - {*required, *defaults}):
         raise Unsupported(f"it has no attributes {', '.join(unknown)} that are supported")
     values = {**defaults, **node.attributes}
+    if wrong := [name for name, value in values.items() if not isinstance(value, int)]:
+        raise Unsupported(f"{', '.join(wrong)} must be an integer")
     if not power_of_two(values["block_size"]):
         raise Unsupported(f"block_size must be a power of two from 16 on, not {values['block_size']}")
     return values
