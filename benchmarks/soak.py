@@ -23,6 +23,7 @@ COMMANDS = {
     "hostile": [*PYTEST, "tests/test_hostile.py"],
     "fuzz": [*PYTEST, "tests/test_fuzz_files.py"],
     "runs": [*PYTEST, "tests/test_concurrency.py"],
+    "weight": [*PYTEST, "tests/test_size.py"],
     "big": ["benchmarks/scale.py", "big"],
     "verify": ["benchmarks/scale.py", "verify"],
     "nodes": ["benchmarks/scale.py", "nodes"],
