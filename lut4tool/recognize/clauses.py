@@ -37,10 +37,10 @@ def _slice_end(trail: Trail, cut: Place) -> Literal:
     """The end of a Slice [0 : end] of axis 0."""
     start, end = trail.literal(cut, 1), trail.literal(cut, 2)
     axes, steps = trail.literal(cut, 3, absent=(0,)), trail.literal(cut, 4, absent=(1,))
-    cut.require(start.is_list(0), f"Slice from {start}, not from [0]")
-    cut.require(end.dims == (1,), f"Slice to {end}, not to [rows * cols]")
-    cut.require(axes.is_list(0), f"Slice on axes {axes}, not [0]")
-    cut.require(steps.is_list(1), f"Slice with steps {steps}, not [1]")
+    cut.require(start.is_list(0), "Slice from {}, not from [0]", start)
+    cut.require(end.dims == (1,), "Slice to {}, not to [rows * cols]", end)
+    cut.require(axes.is_list(0), "Slice on axes {}, not [0]", axes)
+    cut.require(steps.is_list(1), "Slice with steps {}, not [1]", steps)
     return end
 
 
@@ -68,7 +68,7 @@ def shaped(shape: Shape, steps: Sequence[Step], targets: dict[str, Shape] | None
         elif step.op == "Unsqueeze":
             shape = _unsqueezed(shape, step.place, step.said)
         elif step.op == "Slice":
-            step.place.require(len(shape) == 1, f"Slice of a value of shape {list(shape)}, not of flat elements")
+            step.place.require(len(shape) == 1, "Slice of a value of shape {}, not of flat elements", list(shape))
             end = step.said.values[0]
             step.place.require(0 < end <= shape[0], f"Slice to [{end}] of {shape[0]} elements, not to 1 to {shape[0]}")
             shape = (end,)
@@ -76,18 +76,18 @@ def shaped(shape: Shape, steps: Sequence[Step], targets: dict[str, Shape] | None
 
 
 def _reshaped(shape: Shape, place: Place, target: Literal) -> Shape:
-    place.require(len(target.dims) == 1, f"Reshape to {target}, not to a list of dimensions")
+    place.require(len(target.dims) == 1, "Reshape to {}, not to a list of dimensions", target)
     dims, size = list(target.values), math.prod(shape)
     fits = all(dim > 0 or dim == -1 for dim in dims) and dims.count(-1) <= 1
     rest = math.prod(dim for dim in dims if dim > 0)
-    place.require(fits and size % rest == 0, f"Reshape of {size} elements to {target}, which they do not fill")
-    place.require(-1 in dims or size == rest, f"Reshape of {size} elements to {target}, which they do not fill")
+    place.require(fits and size % rest == 0, "Reshape of {} elements to {}, which they do not fill", size, target)
+    place.require(-1 in dims or size == rest, "Reshape of {} elements to {}, which they do not fill", size, target)
     return tuple(size // rest if dim == -1 else dim for dim in dims)
 
 
 def _unsqueezed(shape: Shape, place: Place, axes: Literal) -> Shape:
     last = len(shape)
-    place.require(axes.is_one(*range(-last - 1, last + 1)), f"Unsqueeze on axes {axes.one} of shape {list(shape)}")
+    place.require(axes.is_one(*range(-last - 1, last + 1)), "Unsqueeze on axes {} of shape {}", axes.one, list(shape))
     axis = axes.values[0] % (last + 1)
     return (*shape[:axis], 1, *shape[axis:])
 

@@ -547,7 +547,8 @@ def check(place: Place, free: Collection[str] = ()) -> None:
     An attribute at its default counts as absent; one at another value is refused unless it is `free`.
     """
     node, opset = place.node, place.scope.opset
-    place.require(opset in OPSETS, f"opset {opset}, not {OPSETS[0]} to {OPSETS[-1]}")
+    if opset not in OPSETS:
+        place.refuse(f"opset {opset}, not {OPSETS[0]} to {OPSETS[-1]}")
     try:
         least, most, attributes = _signature(node.op_type, opset)
     except onnx.defs.SchemaError:
@@ -617,9 +618,9 @@ def _constant_tensor(place: Place) -> TensorProto:
     """The tensor that a Constant node holds, in any of the attributes that hold numbers."""
     for written in place.node.attribute:
         held = written.name in ("value", *_NUMBERS)
-        place.require(held, f"Constant with {written.name}; value, value_int(s) or value_float(s) is expected")
+        place.require(held, "Constant with {}; value, value_int(s) or value_float(s) is expected", written.name)
     check(place, ("value", *_NUMBERS))
-    place.require(len(place.node.attribute) == 1, f"Constant with {len(place.node.attribute)} attributes, not one")
+    place.require(len(place.node.attribute) == 1, "Constant with {} attributes, not one", len(place.node.attribute))
     written = place.node.attribute[0]
     if written.name == "value":
         return written.t
