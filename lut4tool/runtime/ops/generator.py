@@ -11,6 +11,7 @@ import numpy as np
 
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.dtypes import BY_NUMBER, Type, to_device, to_mx, type_of
+from lut4tool.runtime.ops import prepared
 from lut4tool.runtime.ops.sizes import check_size
 from lut4tool.runtime.registry import op
 
@@ -22,7 +23,7 @@ def _placed(value: np.ndarray) -> Any:
     return value if value.size <= _SMALL and value.dtype.kind in "iub" else to_device(value)
 
 
-@op("ConstantOfShape", host=(0,))
+@op("ConstantOfShape", host=(0,), prepare=prepared.constant_of_shape)
 def constant_of_shape(shape: Any, *, value: np.ndarray | None = None) -> Any:
     """Filled with the one element of `value`, float32 0 by default."""
     fill = np.zeros(1, np.float32) if value is None else np.asarray(value).reshape(-1)
@@ -40,13 +41,13 @@ def _range(start: Any, limit: Any, delta: Any, wide: Any) -> Any:
     return _placed((wide(first) + np.arange(count).astype(wide) * wide(step)).astype(start.dtype))
 
 
-@op("Range", until=26, host=(0, 1, 2))
+@op("Range", until=26, host=(0, 1, 2), prepare=prepared.sequence)
 def sequence(start: Any, limit: Any, delta: Any) -> Any:
     """Return start + i * delta, in the type of start."""
     return _range(start, limit, delta, start.dtype.type)
 
 
-@op("Range", since=27, host=(0, 1, 2))
+@op("Range", since=27, host=(0, 1, 2), prepare=prepared.sequence)
 def sequence_stashed(start: Any, limit: Any, delta: Any, *, stash_type: int = 1) -> Any:
     """Halves are computed in float32 unless stash_type says otherwise."""
     half = start.dtype.itemsize == 2 and start.dtype.kind != "i"
