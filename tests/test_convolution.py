@@ -9,6 +9,7 @@ import pytest
 
 from lut4tool.runtime import convolution
 from lut4tool.runtime.convolution import Kernels, Stage
+from lut4tool.runtime.ops.conv import PreparedTranspose
 from lut4tool.runtime.ops.window import views, window
 
 pytestmark = pytest.mark.skipif(not convolution.available(), reason="no native library was compiled")
@@ -184,3 +185,41 @@ def test_weights_that_decayed():
     assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
     small = np.full((8, 40, 1, 1), 1e-38, np.float32)
     assert np.allclose(Kernels(small, None, 1)(x, geometry, (5, 5)), 1e-38 * x.sum(1, keepdims=True), rtol=1e-5, atol=0)
+
+
+def transposed(x, w, bias, strides, before, out, group):
+    """The definition, in float64: each kernel position is added where it writes."""
+    batch, rank = x.shape[0], x.ndim - 2
+    spread = [(n - 1) * s + k for n, s, k in zip(x.shape[2:], strides, w.shape[2:], strict=True)]
+    room = [max(n, b + o) for n, b, o in zip(spread, before, out, strict=True)]
+    y = np.zeros((batch, group, w.shape[1], *room))
+    seen = x.astype(np.float64).reshape(batch, group, -1, *x.shape[2:])
+    taps = w.astype(np.float64).reshape(group, -1, *w.shape[1:])
+    for position in np.ndindex(*w.shape[2:]):
+        places = tuple(slice(p, p + (n - 1) * s + 1, s) for p, n, s in zip(position, x.shape[2:], strides, strict=True))
+        y[(..., *places)] += np.einsum("ngc...,gcm->ngm...", seen, taps[(..., *position)])
+    cut = tuple(slice(b, b + o) for b, o in zip(before, out, strict=True))
+    return y.reshape(batch, -1, *room)[(..., *cut)] + bias.reshape(-1, *[1] * rank)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("kernel", [(1,), (3,), (8,), (1, 4), (3, 3), (2, 5)])
+def test_transposed_convolutions(kernel, group):
+    random, rank = np.random.default_rng(7), len(kernel)
+    x, w, bias = floats(random, 2, 4, *[6, 5][:rank]), floats(random, 4, 3, *kernel), floats(random, 3 * group)
+    for strides, pads, extra in itertools.product([(1, 2), (3, 1), (2, 4)], [(0, 0), (1, 2)], [(0, 0), (0, 1)]):
+        strides, before, after, extra = strides[-rank:], pads[:1] * rank, pads[1:] * rank, extra[-rank:]
+        given = {"strides": strides, "pads": (*before, *after), "output_padding": extra, "group": group}
+        sizes = zip(x.shape[2:], strides, kernel, before, after, extra, strict=True)
+        out = tuple((n - 1) * s + k - b - a + e for n, s, k, b, a, e in sizes)
+        if min(out) > 0:
+            found = PreparedTranspose(w, bias, given)(x)
+            wanted = transposed(x, w, bias, strides, before, out, group)
+            assert found.shape == wanted.shape
+            assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+def test_convolutions_of_nothing_but_padding():
+    x, w, bias = np.zeros((2, 3, 0, 4), np.float32), np.ones((5, 3, 3, 3), np.float32), np.arange(5, dtype=np.float32)
+    found = Kernels(w, bias, 1)(x, (1, 1, 1, 1, 2, 1), (2, 4))
+    assert (found == bias.reshape(-1, 1, 1)).all()

@@ -70,6 +70,8 @@ class Kernels:
         y = np.empty((x.shape[0], self.count, *out), np.float32)
         if not y.size:
             return y
+        if not x.size:  # all that the windows see is zeros, as around x
+            x = np.zeros([max(size, 1) for size in x.shape], np.float32)
         x, image, kernel = np.ascontiguousarray(x), y, self.shape[2:]
         if len(out) == 1:
             x, image, kernel = x[:, :, None], y[:, :, None], (1, *kernel)

@@ -149,7 +149,74 @@ def convolve_device(x: mx.array, w: mx.array, bias: Any, grid: Window, group: in
     return mx.moveaxis(y if bias is None else y + bias, -1, 1)  # what adds the bias leaves the channels last
 
 
-@op("ConvTranspose")
+class PreparedTranspose:
+    """A ConvTranspose whose constant weights are those of a convolution that makes each stride phase of y at once.
+
+    Along an axis, y[q * s + r - before] is the sum over t of x[q - t] w[r + t * s]: for each of the s remainders r one
+    kernel of ceil(k / s) taps, in reverse. Their results are side by side in the channels and are interleaved.
+    """
+
+    def __init__(self, w: np.ndarray, bias: np.ndarray | None, attributes: Mapping[str, Any]) -> None:
+        self.attributes, self.shape = attributes, w.shape
+        group, rank = attributes.get("group", 1), w.ndim - 2
+        self.group, self.strides = group, tuple(attributes.get("strides") or (1,) * rank)
+        self.taps = tuple(-(-k // s) for k, s in zip(w.shape[2:], self.strides, strict=True))
+        ends = [(0, t * s - k) for k, s, t in zip(w.shape[2:], self.strides, self.taps, strict=True)]
+        parts = np.pad(w, [(0, 0), (0, 0), *ends])
+        for axis, (taps, stride) in enumerate(zip(self.taps, self.strides, strict=True)):
+            parts = parts.reshape(*parts.shape[: 2 + 2 * axis], taps, stride, *parts.shape[3 + 2 * axis :])
+            parts = np.flip(parts, 2 + 2 * axis)
+        depth, count, kinds = w.shape[0] // group, w.shape[1], prod(self.strides)
+        order = (0, 2, *range(4, 4 + 2 * rank, 2), 1, *range(3, 3 + 2 * rank, 2))  # [G, M / G, *r, C / G, *t]
+        parts = parts.reshape(group, depth, count, *parts.shape[2:]).transpose(order)
+        wide = np.ascontiguousarray(parts).reshape(group * count * kinds, depth, *self.taps)
+        self.kernels = Kernels(wide, None if bias is None else np.repeat(bias, kinds), group)
+
+    def __call__(self, x: np.ndarray, *_: Any) -> Any:
+        """The node's own inputs: x [N, C, *in], and the weights that were taken apart."""
+        a, rank = self.attributes, len(self.taps)
+        check_transposed(x.shape, self.shape, self.group)
+        grid = _transposed_window(
+            x.shape[2:], self.shape[2:], self.strides, None, a.get("pads"), a.get("auto_pad", "NOTSET"),
+            a.get("output_padding"), a.get("output_shape"),
+        )  # fmt: skip
+        check_size((x.shape[0], self.kernels.count, *grid.size), 4)
+        starts = tuple(min(b // s, t - 1) for b, s, t in zip(grid.before, self.strides, self.taps, strict=True))
+        most = zip(grid.size, grid.before, self.strides, starts, strict=True)
+        out = tuple((n - 1 + b) // s + 1 - start for n, b, s, start in most)
+        zeros = tuple(t - 1 - start for t, start in zip(self.taps, starts, strict=True))
+        z = self.kernels(x, (*(1,) * 2 * rank, *zeros), out)
+        z = z.reshape(x.shape[0], -1, *self.strides, *out)
+        order = (0, 1, *(axis for place in range(rank) for axis in (2 + rank + place, 2 + place)))
+        y = z.transpose(order).reshape(*z.shape[:2], *(n * s for n, s in zip(out, self.strides, strict=True)))
+        first = [b - start * s for b, start, s in zip(grid.before, starts, self.strides, strict=True)]
+        cut: tuple[Any, ...] = tuple(slice(b, b + n) for b, n in zip(first, grid.size, strict=True))
+        return np.ascontiguousarray(y[(..., *cut)])
+
+
+def check_transposed(x: Sequence[int], w: Sequence[int], group: int) -> None:
+    """Raise ValueError where shapes x [N, C, *in] and w [C, M / group, *kernel] do not belong together."""
+    if group < 1 or len(w) != len(x) or len(x) < 3 or x[1] != w[0] or x[1] % group:
+        raise ValueError(f"x of shape {list(x)} and w of {list(w)} do not fit group {group}")
+
+
+def prepare_transpose(node: Node, _: Any = None) -> PreparedTranspose | None:
+    """What convolves with constant weights; None where the native library does not, or kernels have gaps."""
+    w, bias = (*node.constants, None)[1:3]
+    group, a = node.attributes.get("group", 1), node.attributes
+    dynamic = len(node.given) > 2 and node.given[2] and bias is None
+    gaps = max(a.get("dilations") or [1]) > 1
+    if w is None or dynamic or gaps or w.ndim not in (3, 4) or group < 1 or w.shape[0] % group:
+        return None
+    strides = a.get("strides") or (1,) * (w.ndim - 2)
+    count = w.shape[1] * group
+    known = bias is None or bias.shape == (count,)
+    if len(strides) != w.ndim - 2 or min(strides) < 1 or not known or not convolution.packs(w, None, 1):
+        return None
+    return PreparedTranspose(w, bias, a)
+
+
+@op("ConvTranspose", prepare=prepare_transpose)
 def conv_transpose(
     x: Any, w: Any, b: Any = None, *, auto_pad: str = "NOTSET", dilations: Ints = None, group: int = 1,
     kernel_shape: Ints = None, output_padding: Ints = None,
@@ -159,9 +226,7 @@ def conv_transpose(
 
     `output_shape` wins over pads, which it determines; SAME_* makes it stride times the input.
     """
-    channels = x.shape[1] if x.ndim > 2 else 0
-    if group < 1 or w.ndim != x.ndim or channels != w.shape[0] or channels % group:
-        raise ValueError(f"x of shape {list(x.shape)} and w of {list(w.shape)} do not fit group {group}")
+    check_transposed(x.shape, w.shape, group)
     xp, data, weight, bias = working(x, w, b)
     rank, batch = x.ndim - 2, x.shape[0]
     grid = _transposed_window(
