@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import math
 import mmap
 import os
@@ -23,6 +22,13 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from lut4tool import native
 from lut4tool.errors import Lut4Error
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    _LOCKS = False
+else:
+    _LOCKS = True
 
 #: Protobuf reads and writes no message from this size on.
 PROTO_LIMIT = (1 << 31) - 1
@@ -327,6 +333,8 @@ def held(folder: str) -> Iterator[bool]:
 
 def _lock(handle: int, folder: str) -> bool:
     """Lock a folder, in turn; return whether its file system can."""
+    if not _LOCKS:
+        return False
     for _ in range(int(_PATIENCE / _PAUSE)):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -287,6 +289,75 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         write_atomic(path, fail if moment == "writer" else b"new")
     assert path.read_bytes() == b"old"
     assert names(tmp_path) == ["out.bin"]
+
+
+def test_a_folder_is_held_by_one_at_a_time(tmp_path, monkeypatch):
+    order = []
+
+    def work(name):
+        with storage.held(str(tmp_path)) as alone:
+            assert alone
+            order.append(name)
+            time.sleep(0.01)
+            order.append(name)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, "abcd"))
+    assert len(order) == 8
+    assert all(first == second for first, second in zip(order[::2], order[1::2], strict=True))
+    monkeypatch.setattr(storage, "_PATIENCE", 0.1)
+    with storage.held(str(tmp_path)), pytest.raises(StorageError, match="another process has been writing into"):
+        write_atomic(tmp_path / "out.bin", b"x")
+    assert names(tmp_path) == []
+
+
+def test_what_a_killed_process_left_is_removed_where_the_folder_can_be_held(tmp_path, monkeypatch):
+    left = tmp_path / ".out.bin.0123456789ab.lut4tool"
+    left.touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "_LOCKS", False)
+        write_atomic(tmp_path / "out.bin", b"x")
+        assert left.exists()  # it may be another process's
+    write_atomic(tmp_path / "out.bin", b"y")
+    assert names(tmp_path) == ["out.bin"]
+
+
+def test_a_link_is_written_through(tmp_path):
+    (tmp_path / "real").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("real")
+    write_atomic(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_bytes() == b"new"
+
+
+def test_a_copy_of_a_file_that_changes_is_refused(tmp_path, monkeypatch):
+    source, copy = tmp_path / "source", storage._copy_bytes
+    source.write_bytes(b"x" * 100)
+
+    def slow(reader, writer):
+        copy(reader, writer)
+        with source.open("ab") as file:
+            file.write(b"more")
+
+    monkeypatch.setattr(storage, "_copy_bytes", slow)
+    with pytest.raises(StorageError, match="changed while it was copied"):
+        storage.copy_new(source, tmp_path / "copy")
+    assert names(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_a_new_name_is_given_where_nothing_has_it(tmp_path, monkeypatch, link):
+    """Also where the file system has no links."""
+    if not link:
+        monkeypatch.setattr(storage.os, "link", lambda *args: (_ for _ in ()).throw(OSError(errno.EPERM, "no")))
+    with storage.new_file(str(tmp_path / "a")) as file:
+        file.write(b"1")
+        assert not (tmp_path / "a").exists()
+    assert (tmp_path / "a").read_bytes() == b"1"
+    with pytest.raises(FileExistsError), storage.temporary(str(tmp_path / "a")) as file:
+        storage.settle(file, str(tmp_path / "a"))
+    assert (tmp_path / "a").read_bytes() == b"1"
+    assert names(tmp_path) == ["a"]
 
 
 @pytest.mark.parametrize("sign", ["n", "é", "日", "🌲"])
