@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from rewriting import run_onnxruntime, run_reference
 from lut4tool import native, storage
 from lut4tool.recognize import Proof, recognize
 from lut4tool.recognize.layout import Layout
-from lut4tool.recognize.witness import check
+from lut4tool.recognize.witness import WitnessMismatch, check
 from lut4tool.rewrite import rewrite, rewrite_model
 from lut4tool.runtime import Runtime
 from lut4tool.storage import Tensors, nbytes
@@ -86,6 +88,29 @@ def test_results_are_the_same(name: str) -> None:
     if now.dtype == np.float32:  # half products: onnxruntime drops roundings by itself, or has no product
         (before,), (now,) = (run_onnxruntime(model, built.feeds) for model in (built.model, after))
         assert same_bits(before, now)
+
+
+def wrong(make: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """A layout whose first element is one bit off, which a rounding to float16 does not hide."""
+
+    def bent(*given: Any) -> np.ndarray:
+        array = np.array(make(*given))
+        array.view(f"u{array.itemsize}").reshape(-1)[0] ^= 1 << 20 if array.itemsize == 4 else 1
+        return array
+
+    return bent
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_wrong_layout_is_caught(name: str, large: bool) -> None:
+    """Of every role that is laid out anew, by the witness of the whole and of samples alike."""
+    proof = only_proof(make(name, large=large).model)
+    for role, held in proof.roles.items():
+        if not isinstance(held, str):
+            roles = {**proof.roles, role: replace(held, make=wrong(held.make))}
+            with pytest.raises(WitnessMismatch, match="dec/MatMul"):
+                check(replace(proof, roles=roles), TENSORS)
 
 
 @pytest.mark.parametrize("name", FORMS)
