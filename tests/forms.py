@@ -194,6 +194,17 @@ def unpadded(w: Writer) -> str:
 
 
 @form
+def bytes_padded_to_whole_blocks(w: Writer) -> str:
+    """As expand writes a weight of (n + 1) / 2 bytes in blocks."""
+    codes, scales = w.codes(w.rows * w.cols), w.floats(-(-w.rows * w.cols // w.block))
+    w.weight = w.flat(codes, scales)
+    held = packed(codes)
+    whole = w.node("Pad", w.constant(held, "dec/packed"), [0, scales.size * w.block // 2 - held.size])
+    index = w.node("Reshape", w.pairs(whole), [-1, w.block])
+    return w.blocks(w.node("Gather", w.constant(NF4, "dec/codebook"), index), scales)
+
+
+@form
 def no_scales(w: Writer) -> str:
     codes = w.codes(w.rows * w.cols)
     w.weight = NF4[codes].reshape(w.rows, w.cols)

@@ -27,6 +27,8 @@ from mutants import (
 )
 from onnx import helper
 
+PADDED = "bytes padded to whole blocks"
+
 
 def of(form: str, sentence: str, *edits: Edit, name: str = "") -> Mutant:
     """A wrong model of a form; check its name against its sentence."""
@@ -97,6 +99,14 @@ def of_other_type(model: onnx.ModelProto) -> None:
 
 DOUBLE = "double quantized"
 MUTANTS_OF_FORMS = [
+    of(PADDED, "Pad by [0, 2, 0, 0], not by [0, bytes]", literal("Pad", 1, [0, 2, 0, 0])),
+    of(PADDED, "Pad by [1, 2], not by [0, bytes]", literal("Pad", 1, [1, 2])),
+    of(PADDED, "Pad by [0, -2], not by [0, bytes], some of them", literal("Pad", 1, [0, -2])),
+    of(PADDED, "Pad with a value or axes of its own", add("dec/one", np.uint8(1)), literal("Pad", 2, 1, np.uint8)),
+    of(PADDED, "Pad with mode edge, not constant", attribute("Pad", mode="edge")),
+    of(PADDED, "is not flat", tensor("packed", np.zeros((5, 6), np.uint8))),
+    of(PADDED, "56 codes and padding for 60", tensor("packed", np.zeros(28, np.uint8)), literal("Pad", 1, [0, 4])),
+    of(PADDED, "Expand, not Cast of a constant of packed", operator("Pad", "Expand")),
     of("bit shift of bytes", "Gather by UINT8 codes, not INT64, INT32", attribute("Cast", to=2)),
     of("bit shift of bytes", "BitShift with direction LEFT, not RIGHT", attribute("BitShift", direction="LEFT")),
     of("bit shift of bytes", "BitShift with direction none, not RIGHT", without("BitShift", "direction")),

@@ -38,6 +38,7 @@ KEPT = {
     "trail.node(value, op, at": "the line before asked for the operator's name",
     "trail.node(trail.input(matrix, 0), 'Mul', matrix)": "affine.chain_of asked for the operator's name",
     "trail.node(source, 'Cast', node, 'to')": "the line before asked for the operator's name",
+    "trail.node(value, 'Pad', at)": "the line before asked for the operator's name",
     "trail.node(value, 'Slice', at)": "the line before asked for the operator's name",
     "trail.node(value, 'Transpose', at, 'perm')": "the line before asked for the operator's name",
     "trail.node(value, 'Cast', at, 'to')": "the line before asked for the operator's name",

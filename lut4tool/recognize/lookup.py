@@ -185,17 +185,17 @@ def _codes(trail: Trail, leaves: Leaves, value: Value, at: Place) -> Codes:
     """The indices of a lookup: both nibbles of bytes, or a code in each element."""
     steps, value, first = steps_before(trail, value, at, "Cast", "Reshape", "Slice")
     if trail.op_type(value) == "Concat":
-        packed, high_first, kind = _pairs(trail, leaves, value, first)
-        leaf, per, shape, allowed = packed, 2, (*packed.shape, 2), _BYTES
+        leaf, high_first, kind, padded = _pairs(trail, leaves, value, first)
+        per, shape, allowed = 2, (leaf.shape[0] + padded, *leaf.shape[1:], 2), _BYTES
     else:
-        leaf = leaves.read(value, first, "codes", _CODES, "of integers")
+        leaf, padded = leaves.read(value, first, "codes", _CODES, "of integers"), 0
         (kind,), per, high_first, shape, allowed = leaf.types, 1, True, leaf.shape, _INDEX
     _require_index(at, steps, kind, allowed)
     targets: dict[str, Shape] = {}
     shape = shaped(shape, steps, targets)
     types = tuple(step.said for step in steps if step.op == "Cast")
     narrows = per == 1 and not leaf.types <= _SHORT
-    sliced = any(step.op == "Slice" for step in steps)
+    sliced = padded > 0 or any(step.op == "Slice" for step in steps)
     return Codes(leaf, per, high_first, shape, targets, sliced, types if narrows else ())
 
 
@@ -208,8 +208,8 @@ def _require_index(at: Place, steps: Sequence[Step], kind: int, allowed: frozens
     at.require(kind in _INDEX, f"Gather by {type_name(kind)} codes, not {_names(_INDEX)}")
 
 
-def _pairs(trail: Trail, leaves: Leaves, value: Value, at: Place) -> tuple[Constant, bool, int]:
-    """Both nibbles of each byte, side by side: (the bytes, whether the high one is first, their type)."""
+def _pairs(trail: Trail, leaves: Leaves, value: Value, at: Place) -> tuple[Constant, bool, int, int]:
+    """Both nibbles of each byte, side by side: (the bytes, whether the high is first, their type, bytes padded)."""
     pairs = trail.node(value, "Concat", at, "axis")
     pairs.require(len(pairs.node.input) == 2, f"Concat of {len(pairs.node.input)} values, not of the two nibbles")
     first, second = (_nibble(trail, trail.input(pairs, index), pairs) for index in (0, 1))
@@ -217,13 +217,29 @@ def _pairs(trail: Trail, leaves: Leaves, value: Value, at: Place) -> tuple[Const
     pairs.require(first.high != second.high, f"Concat of the {twice} nibble twice, not of the high and the low one")
     pairs.require(first.source == second.source, "Concat of nibbles of two values, not of one packed value")
     pairs.require(first.kind == second.kind, "Concat of nibbles of two types, not of one")
-    packed = leaves.read(first.source, first.reader, "packed", frozenset({TensorProto.UINT8}), "UINT8")
+    source, reader, padded = first.source, first.reader, 0
+    if trail.op_type(source) == "Pad":
+        source, reader, padded = _padded(trail, source, reader)
+    packed = leaves.read(source, reader, "packed", frozenset({TensorProto.UINT8}), "UINT8")
+    if padded and len(packed.shape) != 1:
+        reader.refuse(f"Pad of packed {packed} is not flat")
     rank, axis = len(packed.shape), attribute(pairs, "axis")
     pairs.require(axis in (rank, -1), f"Concat with axis {axis}, not {rank}")
     for nibble in (first, second):
         axes = nibble.unsqueeze.said
         nibble.unsqueeze.place.require(axes.is_one(rank, -1), f"Unsqueeze on axes {axes.one}, not {rank}")
-    return packed, first.high, first.kind
+    return packed, first.high, first.kind, padded
+
+
+def _padded(trail: Trail, value: Value, at: Place) -> tuple[Value, Place, int]:
+    """Pad of flat bytes by what their last block lacks: (the value before, the node, bytes)."""
+    pad = trail.node(value, "Pad", at)
+    pads = trail.literal(pad, 1)
+    pad.require(pads.dims == (2,), f"Pad by {pads}, not by [0, bytes]")
+    pad.require(pads.values[0] == 0, f"Pad by {pads}, not by [0, bytes]")
+    pad.require(pads.values[1] > 0, f"Pad by {pads}, not by [0, bytes], some of them")
+    pad.require(not any(pad.node.input[2:]), "Pad with a value or axes of its own; zeros after flat bytes are expected")
+    return trail.input(pad, 0), pad, pads.values[1]
 
 
 class _Nibble(NamedTuple):
@@ -255,7 +271,7 @@ def _nibble(trail: Trail, value: Value, at: Place) -> _Nibble:
         trail.refuse(value, at, "Div, BitShift, Mod or BitwiseAnd, which take a byte apart")
     unsqueezes = [step for step in after if step.op == "Unsqueeze"]
     at.require(len(unsqueezes) == 1, f"{len(unsqueezes)} Unsqueeze nodes over a nibble, not one")
-    if trail.op_type(value) not in ("initializer", "input", "Constant"):
+    if trail.op_type(value) not in ("initializer", "input", "Constant", "Pad"):
         trail.refuse(value, at, "Cast of a constant of packed")
     kind = TensorProto.UINT8
     for step in (*taken[::-1], *after):

@@ -23,7 +23,7 @@ class Codes(NamedTuple):
     """The codes of a lookup, `per` of them in an element of the leaf (2: high_first says which is the first).
 
     types: Casts that may change an integer that is no code, such as UINT32 to INT32.
-    targets: what each Reshape of them makes, by its output.
+    targets: what each Reshape of them makes, by its output; sliced: cut, or padded where a last block lacks bytes.
     """
 
     leaf: Constant
@@ -141,6 +141,7 @@ def _in_order(found: Lookup, grid: _Grid, matrix: Shape) -> Placed:
     found.at.require(count == blocks, f"{count} scales for {size} elements in blocks of {block}, not {blocks}")
     held = codes.total + codes.total % 2
     found.at.require(held <= blocks * block, f"{codes.total} codes, not at most {blocks} blocks of {block}")
+    found.at.require(codes.total >= size, f"{codes.total} codes and padding for {size} elements, not a code for each")
     name, packed = codes.leaf.name, None
     if codes.per == 1 or len(codes.leaf.shape) > 1:
         make = packing.packed_codes if codes.per == 1 else flattened
