@@ -10,8 +10,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
-from build import ONNX_TYPE, Body, _function, _if, _loop, _scan, assemble, make_tensor, value_of
 from onnx import TensorProto, helper
+
+from build import ONNX_TYPE, Body, _function, _if, _loop, _scan, assemble, make_tensor, value_of
 
 TYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 FOUR_BITS = {"int4": (np.dtype(ml_dtypes.int4), -8), "uint4": (np.dtype(ml_dtypes.uint4), 0)}

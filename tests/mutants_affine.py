@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import onnx
-from build import find_node
 from build_affine import BuiltAffine, build_affine
 from build_nbits import nbits
 from mutants import Edit, Mutant, add, attribute, before, inputs, listed, literal, named, operator, reference
 from onnx import TensorProto, helper
+
+from build import find_node
 
 NIBBLES = {"chain": "nibbles", "k": 9}
 WIDE = {"chain": "nibbles", "nibbles": ("Mod", "Div"), "wide": TensorProto.INT64}

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from build import build, value_of
 from build_affine import Affine, BuiltAffine, build_affine, decode, spell
 from differences import compare, raw
 from onnx import TensorProto, helper
 from rewriting import run_onnxruntime, run_reference
 
+from build import build, value_of
 from lut4tool.recognize import qmm, recognize
 from lut4tool.recognize.witness import WitnessMismatch, check
 from lut4tool.rewrite import rewrite, rewrite_model

@@ -13,7 +13,6 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from build import HALVES, Built, Chain, build, build_calls, build_many, find_node
 from differences import raw
 from forms import FORMS, make
 from mutants_bnb4 import bnb4
@@ -23,6 +22,7 @@ from rewriting import run_onnxruntime, run_reference
 from test_products import product
 from test_rewrite import PLACES, SPELLINGS
 
+from build import HALVES, Built, Chain, build, build_calls, build_many, find_node
 from lut4tool.formats import QmmWeight
 from lut4tool.recognize import recognize
 from lut4tool.rewrite import RewriteError, rewrite, rewrite_model
