@@ -474,8 +474,8 @@ def test_quantize_says_what_stays_external_and_why_nothing_was_found(run: Run) -
     Path("other").mkdir()
     result = run("quantize", "float.onnx", "other/q.onnx")
     assert result.status == 0
-    assert re.search(r"external data 'w.bin' \(8.2 KB\) was copied as 'w.bin'", result.out)
-    assert "2.0 KB of its weights are external data in w.bin (8.2 KB on disk), which must stay beside it" in result.out
+    assert re.search(r"what is used of external data 'w.bin' \(2.0 KB\) was copied as 'w.bin'", result.out)
+    assert "2.0 KB of its weights are external data in w.bin (2.0 KB on disk), which must stay beside it" in result.out
     assert (
         "no MatMul or Gemm has a float weight whose name, or whose product's, 'z' finds"
         in run("quantize", "float.onnx", "none.onnx", "--match", "z").out

@@ -184,7 +184,8 @@ def _place_data(
             progress("copying weights", done, len(files))
         place, copy = storage.location(users[0]), _copy_used if used_only else _copy_whole
         name, size = copy(real, users, tensors, folder)
-        notes.append(f"external data '{place}' ({storage.size_text(size)}) was copied as '{name}'")
+        part = "what is used of " if used_only else ""
+        notes.append(f"{part}external data '{place}' ({storage.size_text(size)}) was copied as '{name}'")
     return notes
 
 
