@@ -127,7 +127,7 @@ def rewrite(
     ],
     verify: Annotated[bool, typer.Option("--verify", help="Compare every block with the original chain.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Prove and check, but write nothing.")] = False,
-    vendor: Annotated[bool, typer.Option("--vendor", help="Look at MatMulBnb4 and MatMulNBits too.")] = False,
+    vendor: Annotated[bool, typer.Option("--vendor", help="Rewrite MatMulBnb4 and MatMulNBits too.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing OUT.")] = False,
     report: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Write a .json or .html report.")
