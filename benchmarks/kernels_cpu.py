@@ -1,24 +1,30 @@
 """4-bit products on this CPU beside onnxruntime: the folded chain (dense), MatMulBnb4, MatMulNBits, and the floor.
 
-    python benchmarks/kernels_cpu.py [--quick] [--isa avx512|avx2|portable]
+    python benchmarks/kernels_cpu.py [--quick] [--isa amx|avx512|avx2|portable]
+    python benchmarks/kernels_cpu.py --thresholds      where our kernels cross, into lut4tool/kernels/thresholds.py
 
 NumPy in and NumPy out through Runtime.run, all engines in turns; a ratio is the median over turns of our time over the
-engine's, and stands beside what it is meant to be at most.
+engine's, and stands beside what it is meant to be at most. Thresholds are of the least processor time of both threads
+together, which a busy machine changes less than the time on the wall.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import re
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-SHAPES = [(14336, 4096), (4096, 4096), (4096, 11008)]
-ROWS = (1, 4, 16, 128, 512)
+THRESHOLDS = Path(__file__).parents[1] / "lut4tool/kernels/thresholds.py"
+SHAPES = [(14336, 4096), (4096, 4096), (4096, 11008), (6656, 19968)]  # bench.STANDARD, which is not imported here
+ROWS = (1, 4, 16, 128, 256, 512)
 
-#: (rows of x, engine) -> our time over the engine's, at most; for 14336 x 4096 and AVX-512.
+#: (rows of x, engine) -> our time over the engine's, at most; for 14336 x 4096 and AVX-512 or AMX.
 BARS = {
     (1, "onnxruntime dense"): 0.6,
     (1, "onnxruntime MatMulBnb4"): 0.15,
@@ -37,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one shape, fewer rows")
     parser.add_argument("--isa", default="", help="force an instruction set")
+    parser.add_argument("--thresholds", action="store_true", help="write where our kernels cross")
     parser.add_argument("--seconds", type=float, default=8.0, help="for each shape and number of rows")
     asked = parser.parse_args()
     if asked.isa:
@@ -45,7 +52,10 @@ def main() -> None:
     from lut4tool import native
     from lut4tool.bench import OURS, Shape, bench
 
-    bars = BARS if native.product_instruction_set() == "avx512" else BARS_OF_AVX2
+    if asked.thresholds:
+        write_thresholds(asked.seconds)
+        return
+    bars = BARS if native.product_instruction_set() in ("amx", "avx512") else BARS_OF_AVX2
     rows = (1, 4) if asked.quick else ROWS
     for n, k in SHAPES[:1] if asked.quick else SHAPES:
         shapes = [Shape(n, k), Shape(n, k, transposed=False), Shape(n, k, 32, affine=True)]
@@ -63,6 +73,61 @@ def main() -> None:
                     f"  median {timing.median:9.3f} ms  {ratio}  {meant}".rstrip(),
                     flush=True,
                 )
+
+
+def write_thresholds(seconds: float) -> None:
+    """Time each kernel beside the next one of the table for some M, and write up to which M it is the cheaper."""
+    from lut4tool import native
+    from lut4tool.kernels import thresholds
+
+    first = native.product_instruction_set()
+    lines = []
+    for group, most in thresholds.MOST_ROWS["cpu"].items():
+        if group.endswith("amx") and first != "amx":
+            print(f"{group}: kept, this machine has none")
+        else:
+            native._native.use_instruction_set("avx512" if first == "amx" and not group.endswith("amx") else first)
+            for kernel, following in itertools.pairwise(most):
+                most[kernel] = crossing(group, kernel, following, seconds)
+        limits = ", ".join(f'"{name}": {"1 << 62" if rows == 1 << 62 else rows}' for name, rows in most.items())
+        lines.append(f'        "{group}": {{{limits}}},\n')
+    text = THRESHOLDS.read_text()
+    THRESHOLDS.write_text(re.sub(r'(?<="cpu": \{\n)(        ".*\n)*', "".join(lines), text))
+    print("".join(lines), end="")
+
+
+def crossing(group: str, kernel: str, following: str, seconds: float) -> int:
+    """Up to how many rows of x a kernel costs no more than the next one."""
+    most = 0
+    for rows in (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 24, 28, 32, 48):
+        own, other = costs(rows, (kernel, following), group.startswith("W [N, K]"), seconds)
+        print(f"{group}, M {rows:2}: {kernel} {own:8.2f} ms, {following} {other:8.2f} ms", flush=True)
+        if own > other:
+            break
+        most = rows
+    return most
+
+
+def costs(rows: int, kernels: tuple[str, ...], transposed: bool, seconds: float) -> list[float]:
+    """The least milliseconds of processor time of each kernel, in turns, at the first shape."""
+    import numpy as np
+
+    from lut4tool import formats, native
+
+    n, k = SHAPES[0]
+    rng = np.random.default_rng(0)
+    packed, scales = rng.integers(0, 256, n * k // 2, dtype=np.uint8), rng.random(n * k // 64, np.float32)
+    sizes, perm = ((n, k), (1, 0)) if transposed else ((k, n), (0, 1))
+    matrix = native.Matrix(formats.Lookup4Weight(packed, scales, formats.NF4, *sizes, 64, perm))
+    x, y = rng.standard_normal((rows, k)).astype(np.float32), np.empty((rows, n), np.float32)
+    least = dict.fromkeys(kernels, float("inf"))
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for kernel in kernels:
+            start = time.process_time()
+            matrix.multiply(x, y, kernel)
+            least[kernel] = min(least[kernel], 1e3 * (time.process_time() - start))
+    return list(least.values())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from lut4tool import formats, native
 from lut4tool.formats import Lookup4Weight, QmmWeight
+from lut4tool.kernels import cpu, thresholds
 from tests.products import ADVERSARIES, DTYPES, adversary, check, dense, dense_qmm, lookup4, qmm, values
+from tests.test_kernels import runtime_of
 
 HERE = native.compiled() and native.product_instruction_set() == "amx"
 pytestmark = pytest.mark.skipif(not HERE, reason="this machine has no matrix unit for bytes (AMX)")
@@ -154,7 +156,24 @@ def test_the_bytes_do_not_depend_on_threads() -> None:
 
 
 def test_what_they_are_picked_for() -> None:
-    transposed, other, ragged = lookup4(64, 96, 32, perm=(1, 0)), lookup4(64, 96, 32), lookup4(64, 90, 32, perm=(1, 0))
-    picked = {m: native.Matrix(transposed).kernel(m) for m in (1, 2, 23, 24, 512)}
-    assert picked == {1: "gemv", 2: "tile", 23: "tile", 24: "digits", 512: "digits"}
-    assert [native.Matrix(weight).kernel(512) for weight in (other, ragged)] == ["tile", "tile"]
+    weight = lookup4(64, 96, 32, perm=(1, 0))
+    most = thresholds.MOST_ROWS["cpu"]["W [N, K], amx"]
+    assert {cpu.pick(rows, weight) for rows in range(1, most["gemv"] + 1)} == {"gemv"}
+    assert {cpu.pick(rows, weight) for rows in range(most["gemv"] + 1, most["tile"] + 1)} == {"tile"}
+    assert {cpu.pick(rows, weight) for rows in (most["tile"] + 1, 512, 5000)} == {"digits"}
+    assert cpu.pick(5000, lookup4(64, 96, 32)) == "tile"
+    assert cpu.pick(1, lookup4(64, 90, 32)) == "tile"
+
+
+def test_a_run_is_made_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, multiply = [], native.Matrix.multiply
+    monkeypatch.setattr(native.Matrix, "multiply", lambda *given: made.append(multiply(*given)))
+    weight, x = lookup4(96, 640, 32, perm=(1, 0)), values("float32", 60, 640)
+    check(runtime_of(weight).run(None, {"x": x})[0], x, dense(weight))
+    assert made[-1] == "digits"
+
+
+@pytest.mark.parametrize(("facts", "block"), [({"perm": (0, 1)}, 32), ({"perm": (1, 0)}, 48)])
+def test_other_layouts_are_a_tile(facts: dict[str, tuple[int, int]], block: int) -> None:
+    weight, x = lookup4(96, 480, block, **facts), values("float32", 60, 96 if facts["perm"] == (0, 1) else 480)
+    check(multiply(x, weight, made_by="tile"), x, dense(weight))

@@ -14,7 +14,7 @@ import pytest
 from benchmarks import metal_cost
 from lut4tool import formats, kernels
 from lut4tool.formats import Lookup4Weight, QmmWeight
-from lut4tool.kernels import MLX_FLOAT, metal, selftest
+from lut4tool.kernels import MLX_FLOAT, metal, selftest, thresholds
 from lut4tool.kernels.metal import source as metal_source
 from lut4tool.kernels.metal import trial
 from lut4tool.kernels.metal import weights as metal_weights
@@ -205,7 +205,7 @@ def test_no_rows_give_no_rows(dtype: str, perm: tuple[int, int], simulator: Simu
 
 
 def test_the_kernel_is_chosen_by_m(simulator: Simulator, monkeypatch: Any) -> None:
-    monkeypatch.setitem(metal.MOST_ROWS, "half", {"gemv": 8, "tile": 20})
+    monkeypatch.setitem(thresholds.MOST_ROWS["metal"], "half", {"gemv": 8, "tile": 20})
     wanted = {
         ("float32", 8): "gemv_rows",
         ("float32", 9): "tile",

@@ -18,7 +18,7 @@ import numpy as np
 
 from lut4tool import native
 from lut4tool.formats import Lookup4Weight, QmmWeight, decode
-from lut4tool.kernels import KernelError
+from lut4tool.kernels import KernelError, thresholds
 
 KERNELS = ("gemv", "tile")
 
@@ -80,23 +80,34 @@ def lookup4_decode(weight: Lookup4Weight) -> mx.array:
 
 def matrix_of(weight: Lookup4Weight | QmmWeight) -> native.Matrix:
     """The native form of a weight, made once."""
-    if weight not in _MATRICES:
-        _MATRICES[weight] = native.Matrix(weight)
-    return _MATRICES[weight]
+    matrix = _MATRICES.get(weight)
+    if matrix is None:
+        matrix = _MATRICES[weight] = native.Matrix(weight)
+    return matrix
+
+
+def pick(rows: int, weight: Lookup4Weight | QmmWeight) -> str:
+    """Name the kernel for a number of rows of x; "digits" are floats where the weight's layout is nothing for them."""
+    along_n = isinstance(weight, Lookup4Weight) and tuple(weight.perm) == (0, 1)
+    group = "W [K, N]" if along_n else "W [N, K], amx" if describe() == "amx" else "W [N, K]"
+    name = thresholds.pick("cpu", group, rows)
+    return "tile" if name == "gemv" and not matrix_of(weight).serves_gemv else name
 
 
 def _product(x: Any, weight: Lookup4Weight | QmmWeight, columns: int, kernel: str | None) -> Any:
     if isinstance(x, mx.array):
         wide = np.array(x.astype(mx.float32), copy=False)
         return mx.array(_float32_product(wide, weight, columns, kernel)).astype(x.dtype)
-    y = _float32_product(x.astype(np.float32, copy=False), weight, columns, kernel)
+    if x.dtype == np.float32:
+        return _float32_product(x, weight, columns, kernel)
+    y = _float32_product(x.astype(np.float32), weight, columns, kernel)
     with np.errstate(over="ignore"):
-        return y.astype(x.dtype, copy=False)
+        return y.astype(x.dtype)
 
 
 def _float32_product(x: np.ndarray, weight: Lookup4Weight | QmmWeight, columns: int, kernel: str | None) -> np.ndarray:
     y, matrix = np.empty((len(x), columns), np.float32), matrix_of(weight)
     if kernel == "gemv" and not matrix.serves_gemv:
         raise KernelError("gemv needs blocks and rows that begin at multiples of 32 elements, which this weight lacks")
-    matrix.multiply(x, y, kernel or "")
+    matrix.multiply(x, y, kernel or pick(len(x), weight))
     return y

@@ -39,9 +39,8 @@ const ProductKernels *chosen = supported().front();
 // Rows of x that are multiplied at a time: their sums, in double, stay near the cores.
 constexpr size_t ROWS_AT_A_TIME = 512;
 
-// Fewer rows are not worth digits, and those of more do not stay near; making one output in so many again costs as
-// much as all in digits.
-constexpr size_t LEAST_ROWS_OF_DIGITS = 24, ROWS_OF_DIGITS = 256, MOST_DOUBTFUL = 1024;
+// Digits of more rows do not stay near; making one output in so many again costs as much as all in digits.
+constexpr size_t ROWS_OF_DIGITS = 256, MOST_DOUBTFUL = 1024;
 
 // Elements of a weight below which another thread costs more than it saves, and those of a piece of work.
 constexpr size_t ELEMENTS_A_PIECE = size_t(1) << 18;
@@ -179,8 +178,7 @@ void decode_run(const Packed4 &weight, size_t row, size_t begin, size_t end, flo
 }
 
 ProductKernel chosen_kernel(const Packed4 &weight, size_t M) {
-    if (M == 1 && serves_gemv(weight)) return ProductKernel::gemv;
-    return M >= LEAST_ROWS_OF_DIGITS && serves_digits(weight) ? ProductKernel::digits : ProductKernel::tile;
+    return M == 1 && serves_gemv(weight) ? ProductKernel::gemv : ProductKernel::tile;
 }
 
 ProductKernel multiply(const Packed4 &weight, const float *x, size_t M, float *y, ProductKernel kernel, unsigned threads) {

@@ -43,7 +43,7 @@ bool serves_gemv(const Packed4 &weight);
 // serve a forced gemv; forced digits serve any M.
 ProductKernel multiply(const Packed4 &weight, const float *x, std::size_t M, float *y, ProductKernel kernel, unsigned threads);
 
-// Which kernel `automatic` means for M rows of x.
+// Which kernel `automatic` means for M rows of x: gemv for one where it serves, else tile; digits are asked for.
 ProductKernel chosen_kernel(const Packed4 &weight, std::size_t M);
 
 // Columns of a panel of a prepared float32 weight.

@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from lut4tool.formats import Lookup4Weight, QmmWeight
+from lut4tool.kernels import thresholds
 from lut4tool.kernels.decoded import dense_of
 from lut4tool.kernels.metal import trial
 from lut4tool.kernels.metal.decode import decode
@@ -22,10 +23,6 @@ from lut4tool.kernels.metal.tile import tile
 from lut4tool.kernels.metal.weights import LEAST_ELEMENTS, MLX_FLOAT, on_device
 
 KERNELS = ("gemv", "tile", "decode")
-
-#: The most rows of x that each kernel serves, by class of type; not measured yet (no Mac was at hand). In float32 a
-#: dense product of MLX is not within the bound: it is made only where it is asked for.
-MOST_ROWS = {"half": {"gemv": 8, "tile": 256}, "float32": {"gemv": 8, "tile": 1 << 62}}
 
 #: Codes of a weight and sides of a product that the kernels' indices hold.
 MOST_ELEMENTS, MOST_SIDE = 2**35, 2**31 - 1
@@ -124,5 +121,4 @@ def _product(x: mx.array, weight: Lookup4Weight | QmmWeight, kernel: str | None)
 
 def pick(rows: int, dtype: mx.Dtype) -> str:
     """Name the kernel for a number of rows of x of a type."""
-    most = MOST_ROWS["float32" if dtype == mx.float32 else "half"]
-    return next((name for name, limit in most.items() if rows <= limit), "decode")
+    return thresholds.pick("metal", "float32" if dtype == mx.float32 else "half", rows)
