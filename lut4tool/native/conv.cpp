@@ -286,6 +286,7 @@ void multiply_region(const Work &work, const Region &region, const Layout &layou
     const size_t lanes = set.lanes, vectors = divided(layout.points, lanes), points = s.out[0] * s.out[1];
     const size_t image = s.groups * s.kernels * points, begin = region.row * s.out[1] + region.column;
     const bool straight = region.images == 1 && (region.rows == 1 || layout.width == region.columns);
+    const bool early = !straight && work.alike && work.operands.empty();  // the stages are done before the tile is copied
     alignas(64) float tile[8 * 3 * 16];
     for (size_t row = from, rows; row < to; row += rows) {
         rows = rows_of_block(set, s.kernels - row);
@@ -300,11 +301,13 @@ void multiply_region(const Work &work, const Region &region, const Layout &layou
             set.multiply(rows, some)(work.weights.block(group, row), work.weights.offsets(group, row), input + first,
                                      s.depth, layout.channel, layout.taps.data(), layout.taps.size(),
                                      direct ? target + begin + first : tile, direct ? points : some * lanes);
+            if (early && !work.stages.empty())
+                run_segment(work.stages, work.operands, tile, real * some * lanes, 0, 0, points, 0);
             for (size_t r = 0; !direct && r < real; ++r)
                 scatter(s, region, layout, tile + r * some * lanes, first, count, target + r * points);
         }
         const bool together = work.alike && region.rows * region.columns == points;  // the block's planes as one
-        for (size_t i = 0; !work.stages.empty() && i < region.images; ++i)
+        for (size_t i = 0; !early && !work.stages.empty() && i < region.images; ++i)
             for (size_t r = 0; r < (together ? 1 : real); ++r)
                 run_range(work.stages, work.operands, target + i * image + r * points + begin,
                           region.rows * region.columns * (together ? real : 1),
