@@ -287,6 +287,10 @@ CASES["Expand to 2^51 elements"] = lambda: computed(
     helper.make_node("Expand", ["x", "s"], ["y"]), s=[1 << 20, 1 << 27, 3, 6]
 )
 CASES["Tile to 2^54 elements"] = lambda: computed(helper.make_node("Tile", ["x", "s"], ["y"]), s=[1 << 20, 1 << 30])
+CASES["Slice on axis 2^28"] = lambda: computed(
+    helper.make_node("Slice", ["x", "s", "e", "a"], ["y"]), s=[0], e=[1], a=[1 << 28]
+)
+CASES["Gather on axis 2^28"] = lambda: computed(helper.make_node("Gather", ["x", "i"], ["y"], axis=1 << 28), i=0)
 CASES["a constant of 2^50 elements"] = lambda: computed(helper.make_node("ConstantOfShape", ["s"], ["y"]), s=[1 << 50])
 CASES["a Range of 2^50 elements"] = lambda: computed(
     helper.make_node("Range", ["a", "b", "c"], ["y"]), a=0, b=1 << 50, c=1

@@ -120,6 +120,10 @@ def transpose(node: Node, general: Run) -> Run | None:
     return lambda x: x.transpose(axes)
 
 
+#: NumPy has no array of more; a malformed axis must not become a list of that length.
+_MOST_AXES = 64
+
+
 def slices(node: Node, general: Run) -> Run | None:
     """A view by bounds of constant axes with constant steps; what Python's slices mean otherwise is the row's."""
     parts = [listed(node, name, place) for place, name in enumerate(("starts", "ends", "axes", "steps"), 1)]
@@ -130,6 +134,8 @@ def slices(node: Node, general: Run) -> Run | None:
         return _slice_by_values(axes, steps, general)
     axes, steps = axes or tuple(range(len(starts))), steps or (1,) * len(starts)
     if not len(axes) == len(starts) == len(ends) == len(steps) or min(axes, default=0) < 0 or min(steps, default=1) < 1:
+        return None
+    if max(axes, default=0) >= _MOST_AXES:
         return None
     found = [slice(None)] * (max(axes, default=-1) + 1)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
@@ -294,6 +300,8 @@ def gather(node: Node, general: Run) -> Run | None:
 
     if index is None or index.ndim or axis < 0:
         return take
+    if axis >= _MOST_AXES:
+        return None
     key = (*[slice(None)] * axis, int(index))
 
     def one(x: Any, indices: Any) -> Any:
