@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -223,3 +226,13 @@ def test_convolutions_of_nothing_but_padding():
     x, w, bias = np.zeros((2, 3, 0, 4), np.float32), np.ones((5, 3, 3, 3), np.float32), np.arange(5, dtype=np.float32)
     found = Kernels(w, bias, 1)(x, (1, 1, 1, 1, 2, 1), (2, 4))
     assert (found == bias.reshape(-1, 1, 1)).all()
+
+
+def test_one_switch_forces_every_instruction_set():
+    program = "from lut4tool.native import _native; print(_native.conv_set(), _native.product_instruction_set())"
+    for name in SETS:
+        environment = {**os.environ, "LUT4TOOL_CPU_ISA": name}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == [name, name]

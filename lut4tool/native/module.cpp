@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "conv.h"
 #include "decode.h"
 #include "pages.h"
 #include "product.h"
@@ -197,5 +198,6 @@ NB_MODULE(_native, m) {
         check(use_product_instruction_set(name.c_str()), "this machine has no instruction set " + name);
         const std::string decode = name == "neon" ? "portable" : name == "amx" ? "avx512" : name;
         check(use_instruction_set(decode.c_str()), "no decode for " + name);
+        check(force_conv_set((name == "amx" ? "avx512" : name).c_str()), "no convolution for " + name);
     });
 }
