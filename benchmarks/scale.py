@@ -55,7 +55,7 @@ SIZES = {
     "100k": Size(2_000, 64, 64, 32, nodes=100_000),
     "1M": Size(20_000, 64, 64, 32, nodes=1_000_000),
     "under": Size(98, 9_436, 4_096, files=0, fill=2 * GIB - 100_000),  # room for the operator's body
-    "over": Size(98, 9_436, 4_096, files=0, fill=2 * GIB - 1000),  # readable, and past protobuf's limit once rewritten
+    "over": Size(1, 115_200, 32_768, files=0, fill=2 * GIB - 100),  # past protobuf's limit with the operator's body
     "files": Size(2_000, 64, 64, 32, files=4_000),
     "shared": Size(2_000, 2_048, 2_048, shared=True),
     "elements": Size(1, 65_600, 32_768),  # over 2^31 elements in one weight

@@ -47,7 +47,7 @@ def main() -> None:
         command, when = COMMANDS[name], time.strftime("%Y-%m-%d")
         load = f"load {os.getloadavg()[0]:.0f} before it"
         done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
-        lines = [line.rstrip() for line in done.stdout.strip().splitlines()]
+        lines = [line.rstrip() for line in done.stdout.strip("\n").splitlines()]
         print("\n".join(lines), flush=True)
         if done.returncode:
             failed.append(name)

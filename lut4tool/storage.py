@@ -119,6 +119,8 @@ def nbytes(tensor: onnx.TensorProto) -> int:
     """Bytes of a tensor as raw data, from its type and dims alone (strings: the bytes they hold)."""
     if tensor.data_type == onnx.TensorProto.STRING:
         return sum(map(len, tensor.string_data))
+    if not tensor.data_type:
+        raise StorageError(f"tensor '{tensor.name}' has no type")
     try:
         kind = onnx.TensorProto.DataType.Name(tensor.data_type)
         bits = _SUB_BYTE.get(kind) or 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize

@@ -562,7 +562,8 @@ class _Shapes(Tensors):
 
     def array(self, tensor: onnx.TensorProto) -> np.ndarray:
         """The tensor's values where they are few and in the model, else zeros that take no memory."""
-        if not is_external(tensor) and nbytes(tensor) <= 1024:
+        few = nbytes(tensor) <= 1024  # refuses types and dims that no array has
+        if few and not is_external(tensor):
             return super().array(tensor)
         return np.broadcast_to(np.zeros((), numpy_dtype(tensor.data_type)), tuple(tensor.dims))
 
