@@ -132,7 +132,7 @@ class Matrix:
         """Write x [M, K] times the matrix into out [M, N], both float32 and C-contiguous, as exact as product.h says.
 
         kernel: "gemv", "tile", "digits" or "" for what `kernel` says. threads: at most so many; 0 means thread_count().
-        Returns the kernel that made it: "tile" also for "digits" where the machine, the weight or x is nothing for them.
+        Returns the kernel that made it: "tile" also for "digits" where machine, weight or x is nothing for them.
         """
         return str(self._matrix.multiply(np.ascontiguousarray(x), out, kernel, threads or thread_count()))
 
