@@ -30,6 +30,7 @@ MODULES["__init__"] = "lut4tool.recognize"
 
 #: Checks, by how they begin, whose removal the table cannot show, and why.
 KEPT = {
+    "if self._steps > LONGEST_WALK: place.refuse(...)": "without it a cycle of nodes is walked forever",
     "if value in met: at.refuse(...)": "without it a cycle of Identity nodes is walked forever",
     "trail.node(value, 'Gather', at)": "a line before asked for the operator's name",
     "trail.node(value, 'Mul', at)": "a line before asked for the operator's name",

@@ -56,6 +56,14 @@ def test_a_cycle_is_refused() -> None:
     assert "reads its own output, a cycle" in refusal.reason
 
 
+@pytest.mark.parametrize(("role", "reads"), [("Cast", "Div"), ("Mod", "Mod")])
+def test_a_cycle_of_steps_that_may_repeat_is_refused(role: str, reads: str) -> None:
+    model = build(check=False).model
+    find_node(model, f"dec/{role}").input[0] = f"dec/{reads}_out"
+    (refusal,) = recognize(model).refusals
+    assert "a walk of over 1000 nodes, as in a cycle" in refusal.reason
+
+
 def test_a_cycle_of_the_chain_itself_is_refused() -> None:
     model = build(check=False).model
     find_node(model, "dec/Cast").input[0] = "dec/Concat_out"

@@ -21,6 +21,8 @@ from lut4tool.storage import StorageError, Tensors
 
 #: A literal has at most so many elements: the codebook is the largest.
 LITERAL_ELEMENTS = 16
+#: A walk passes at most so many nodes: nodes that read one another in a circle have no end.
+LONGEST_WALK = 1000
 #: Versions of the standard operators that the chains were proved for.
 OPSETS = range(13, 29)
 
@@ -454,6 +456,7 @@ class Trail:
         self.walk = walk
         self.passed: list[Place] = []
         self.literals: dict[str, TensorProto] = {}
+        self._steps = 0
 
     def input(self, place: Place, index: int) -> Value:
         """The value behind a node's input, its Identity nodes passed."""
@@ -481,6 +484,9 @@ class Trail:
         if not isinstance(found, NodeProto) or not self.walk.is_standard(found, op):
             self.refuse(value, at, op)
         place = Place(value.scope, found)
+        self._steps += 1
+        if self._steps > LONGEST_WALK:
+            place.refuse(f"a walk of over {LONGEST_WALK} nodes, as in a cycle; a chain has fewer")
         check(place, free)
         self.passed.append(place)
         return place
