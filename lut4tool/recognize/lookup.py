@@ -137,12 +137,12 @@ def _sorted(trail: Trail, node: Place, end: str) -> tuple[Value, Value]:
 
 def _comes_from(trail: Trail, node: Place, index: int, end: str) -> bool:
     """Whether an operand comes from an operator through nodes that move or cast it."""
-    value = trail.walk.lookup(node.scope, node.node.input[index])
+    value = trail.walk.lookup(node.scope, "".join(node.node.input[index : index + 1]))
     for _ in range(_DEEP):
         made = value.definition if value is not None else None
         if value is None or not isinstance(made, NodeProto) or made.op_type == end:
             return isinstance(made, NodeProto)
-        if made.op_type not in ("Cast", "Reshape", "Slice", "Identity"):
+        if made.op_type not in ("Cast", "Reshape", "Slice", "Identity") or not made.input:
             return False
         value = trail.walk.lookup(value.scope, made.input[0])
     return False

@@ -388,7 +388,7 @@ class Walk:
         integers = any(origin.integers for origin in data)
         decodes = node.op_type == "Gather" or (node.op_type in ("Mul", "DequantizeLinear") and integers)
         if node.op_type == "DequantizeLinear":  # a formal input's type is not written, and floats are rare here
-            first = self.lookup(value.scope, node.input[0])
+            first = self.lookup(value.scope, "".join(node.input[:1]))
             decodes |= first is not None and isinstance(first.definition, Argument)
         callee = self.functions.get((_domain(node.domain), node.op_type, node.overload))
         if callee is not None:
