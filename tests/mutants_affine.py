@@ -483,9 +483,7 @@ VENDOR = [
     vendor("block 24", "MatMulNBits with block_size 24, not a power of two from 16 on", fact(block_size=24)),
     vendor("block 8", "MatMulNBits with block_size 8, not a power of two from 16 on", fact(block_size=8)),
     vendor("block 0", "MatMulNBits with block_size 0, not a power of two", fact(block_size=0)),
-    vendor(
-        "accuracy level", "accuracy_level 4, at which a runtime may round A; 0 or 1 is expected", fact(accuracy_level=4)
-    ),
+    vendor("accuracy level", "MatMulNBits with accuracy_level 5, not 0 to 4", fact(accuracy_level=5)),
     vendor("B int8", "B 'B', INT8 [5, 3, 8], is not UINT8", recast("B", "INT8")),
     vendor("B turned", "B 'B', UINT8 [3, 5, 8], is not [5, 3, 8], nor that with", recast("B", "UINT8", [3, 5, 8])),
     vendor("B of rank 2, turned", "UINT8 [15, 8], is not [5, 3, 8]", recast("B", "UINT8", [15, 8])),

@@ -89,21 +89,18 @@ def test_half_types(dtype: Any, zeros: str, bias: bool) -> None:
         assert_close(results[0], feeds, weight, added)
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_accuracy_levels_that_round_nothing(level: int) -> None:
+@pytest.mark.parametrize("level", [0, 1, 2, 3, 4])
+def test_no_accuracy_level_rounds_anything(level: int) -> None:
+    """The level is what a runtime may fall to; ours never does."""
     model, feeds, weight = nbits(accuracy_level=level)
-    assert_close(run_reference(rewritten(model)[0], feeds)[0], feeds, weight)
+    after = rewritten(model)[0]
+    for results in (Runtime(after, device="cpu").run(None, feeds), run_reference(after, feeds)):
+        assert_close(results[0], feeds, weight)
 
 
-@pytest.mark.parametrize("level", [2, 3, 4, 5])
-def test_accuracy_levels_at_which_x_may_be_rounded(level: int) -> None:
-    reason = refused(nbits(accuracy_level=level)[0])
-    assert f"accuracy_level {level}, at which a runtime may round A; 0 or 1 is expected for float32" in reason
-
-
-@pytest.mark.parametrize(("dtype", "level"), [(np.float16, 2), (BF16, 3)])
-def test_an_accuracy_level_of_its_own_type(dtype: Any, level: int) -> None:
-    assert rewritten(nbits(dtype=dtype, accuracy_level=level)[0])[1].dtype == np.dtype(dtype).name
+@pytest.mark.parametrize("level", [-1, 5])
+def test_unknown_accuracy_levels(level: int) -> None:
+    assert f"accuracy_level {level}, not 0 to 4" in refused(nbits(accuracy_level=level)[0])
 
 
 @pytest.mark.parametrize("opset", [13, 21, 26])
@@ -177,10 +174,9 @@ def test_groups() -> None:
     (17, [("", 7), ("", 1)], "opset 1 and 7, not one of 13 to 28"),
     (17, [("", 7), ("com.microsoft", 1)], "opset 7, not one of 13 to 28"),
     (4, [("", 7), ("com.microsoft", 1)], "opset 7, not one of 13 to 28"),
-    (17, [("", 17), ("com.microsoft", 1)], "accuracy_level 4, at which a runtime may round A; 0 or 1 is expected"),
 ])  # fmt: skip
 def test_openvinos_models_are_refused_for_a_true_reason(k: int, domains: list[tuple[str, int]], reason: str) -> None:
-    """IR 3 at opset 7, int8 arithmetic allowed, and one of them without com.microsoft among its imports."""
+    """IR 3 at opset 7, and one of them without com.microsoft among its imports."""
     model, _, _ = nbits(k=k, n=3, zeros="none", flat="scales", accuracy_level=4)
     model.ir_version = 3
     del model.opset_import[:]

@@ -20,16 +20,17 @@ _INPUTS = ("A", "B", "scales", "zero_points", "g_idx", "bias")
 _ATTRIBUTES: Mapping[str, int | None] = {
     "K": None, "N": None, "block_size": None, "bits": 4, "accuracy_level": 0, "weight_prepacked": 0,
 }  # fmt: skip
-#: The accuracy levels at which no runtime may round A.
-_LEVELS = {"float32": (0, 1), "float16": (0, 1, 2), "bfloat16": (0, 1, 3)}
+#: The least accuracy that a runtime must compute with: not set, float32, float16, bfloat16, int8. QMM never rounds A,
+#: which every level allows.
+_LEVELS = range(5)
 
 
 def matmul_nbits(walk: Walk, site: Place) -> Proof:
     """MatMulNBits of 4 bits (onnxruntime's ContribOperators.md): A @ W.T, plus a bias or none. Raises Refuse.
 
     zero_points: none (8), two to a byte, or of A's type. B, scales and zero_points may run their last axes together.
-    Refused: g_idx, other bits, and an accuracy_level at which A may be rounded. The proof's chain is this definition
-    in standard nodes.
+    Refused: g_idx and other bits. Every accuracy_level allows the product of A as it is, which QMM makes. The proof's
+    chain is this definition in standard nodes.
     """
     given = _given(walk, site)
     facts = _facts(site)
@@ -40,10 +41,8 @@ def matmul_nbits(walk: Walk, site: Place) -> Proof:
         if name in given
     }
     weight_dtype = qmm.float_type(site, constants["scales"])
-    levels, level = _LEVELS[weight_dtype], facts["accuracy_level"]
-    expected = f"{', '.join(map(str, levels[:-1]))} or {levels[-1]} is expected for {weight_dtype}"
-    rounds = f"MatMulNBits with accuracy_level {level}, at which a runtime may round A; {expected}"
-    site.require(level in levels, rounds)
+    level = facts["accuracy_level"]
+    site.require(level in _LEVELS, f"MatMulNBits with accuracy_level {level}, not 0 to 4")
 
     spelling, kind = _Spelling(), ONNX_DTYPE[weight_dtype]
     packed = _part(site, "B", constants["B"], TensorProto.UINT8, qmm.packed_shape(grid))
