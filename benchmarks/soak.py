@@ -19,11 +19,11 @@ from figures import ROOT, machine
 PAGE = ROOT / "docs" / "reliability.md"
 PYTEST = ["-m", "pytest", "-q", "-m", "slow", "--durations=0", "-p", "no:cacheprovider"]
 COMMANDS = {
-    "kills": [*PYTEST, "tests/test_faults.py"],
-    "hostile": [*PYTEST, "tests/test_hostile.py"],
-    "fuzz": [*PYTEST, "tests/test_fuzz_files.py"],
-    "runs": [*PYTEST, "tests/test_concurrency.py"],
-    "weight": [*PYTEST, "tests/test_size.py"],
+    "kills": [*PYTEST, "tests/rewrite/test_faults.py"],
+    "hostile": [*PYTEST, "tests/commands/test_hostile.py"],
+    "fuzz": [*PYTEST, "tests/commands/test_fuzz_files.py"],
+    "runs": [*PYTEST, "tests/rewrite/test_concurrency.py"],
+    "weight": [*PYTEST, "tests/rewrite/test_size.py"],
     "big": ["benchmarks/scale.py", "big"],
     "verify": ["benchmarks/scale.py", "verify"],
     "nodes": ["benchmarks/scale.py", "nodes"],

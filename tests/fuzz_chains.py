@@ -24,13 +24,12 @@ import numpy as np
 import onnx
 from build_affine import build_affine
 from build_nbits import nbits
+from build_product import product
 from forms import FORMS, make
 from mutants_bnb4 import bnb4
 from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper
 from rewriting import run_onnxruntime, run_reference
-from test_affine import SPELLINGS as AFFINE
-from test_products import product
-from test_rewrite import SPELLINGS as CANONICAL
+from spellings import AFFINE, CANONICAL
 
 from build import Chain, build
 from lut4tool.errors import Lut4Error

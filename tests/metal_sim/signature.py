@@ -1,6 +1,6 @@
 """The MSL text that MLX makes of a `mx.fast.metal_kernel` call: for Apple's compiler, and here for the simulator.
 
-Held against MLX itself in tests/test_metal_sim.py: mx.export_function traces a kernel and prints its text anywhere.
+Held against MLX itself in tests/kernels/test_metal_sim.py: mx.export_function traces a kernel and prints its text.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from tests.products import (
     with_special,
 )
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def runtime_of(weight: Lookup4Weight | QmmWeight, dtype: str = "float32") -> Runtime:
@@ -263,7 +263,7 @@ def test_the_process_never_holds_a_dense_weight() -> None:
     program = """
 import resource, sys
 import numpy as np
-from tests.test_kernels import lookup4, runtime_of, values
+from test_kernels import lookup4, runtime_of, values
 weight = lookup4(14336, 4096, perm=(1, 0))
 runtime_of(lookup4(64, 64)).run(None, {"x": values("float32", 1, 64)})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

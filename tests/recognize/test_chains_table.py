@@ -15,7 +15,7 @@ from build_nbits import nbits
 from lut4tool.recognize import recognize
 from lut4tool.recognize.chains import FORMS, VENDOR_PROOFS, Form
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def models() -> dict[str, list[onnx.ModelProto]]:

@@ -84,7 +84,7 @@ def test_light_model(case: TestCase) -> None:
 
 
 def test_every_family_of_node_tests_runs_in_a_file():
-    texts = [path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py")]
+    texts = [path.read_text(encoding="utf-8") for path in Path(__file__).parents[1].rglob("test_*.py")]
     calls = re.findall(r"[( ]cases\(([^)]*)", "\n".join(texts))
     named = {name for call in calls for name in re.findall(r'"(\w+)"', call)}
     assert {family(test) for test in node_tests().values()} <= named

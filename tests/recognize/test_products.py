@@ -9,45 +9,18 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from build_product import product
 from differences import compare
 from onnx import TensorProto, helper
 from rewriting import run_onnxruntime, run_reference
 
-from build import Chain, Parts, make_tensor, spell, value_of
+from build import Chain, make_tensor
 from lut4tool.recognize import recognize
 from lut4tool.rewrite import rewrite_model
 from lut4tool.runtime import Runtime
 from lut4tool.storage import Tensors
 
 CHAIN = Chain(rows=6, cols=10, block=8)
-DTYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
-
-
-def product(
-    op: str,
-    chain: Chain,
-    x_shape: tuple[int, ...],
-    *,
-    left: bool = False,
-    bias: Any = None,
-    domain: str = "",
-    **options: Any,
-) -> tuple[onnx.ModelProto, dict[str, np.ndarray], Parts]:
-    """A model of one product of x and a chain's weight, on its right or left; feeds; the chain."""
-    parts = spell(chain)
-    rng = np.random.default_rng(1)
-    dtype = parts.oracle.dtype
-    x = rng.standard_normal(x_shape).astype(dtype)
-    names = [parts.weight, "x"] if left else ["x", parts.weight]
-    tensors = list(parts.tensors)
-    if bias is not None:
-        tensors.append(make_tensor("bias", rng.standard_normal(bias).astype(dtype)))
-        names.append("bias")
-    node = helper.make_node(op, names, ["y"], "site", domain=domain, doc_string="here", **options)
-    result = helper.make_tensor_value_info("y", DTYPES[dtype.name], [None] * x.ndim)
-    graph = helper.make_graph([*parts.nodes, node], "g", [value_of("x", x)], [result], tensors)
-    imports = [helper.make_opsetid("", chain.opset), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(graph, opset_imports=imports, ir_version=10), {"x": x}, parts
 
 
 def rewritten(model: onnx.ModelProto) -> onnx.ModelProto:

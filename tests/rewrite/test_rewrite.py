@@ -11,6 +11,7 @@ from differences import compare, raw
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from rewriting import assert_same_results, rewritten, run_reference
+from spellings import CANONICAL, PLACES
 
 from build import Chain, build, build_calls, build_many, find_node
 from lut4tool import storage
@@ -19,28 +20,10 @@ from lut4tool.rewrite import RewriteError, rewrite_model
 from lut4tool.rewrite.edit import apply
 from lut4tool.storage import Tensors
 
-SPELLINGS = {
-    "plain": {},
-    "transposed": {"perm": "written"},
-    "transposed by default": {"perm": "absent"},
-    "adjoint float16": {"rounding": "float16", "adjoint": True, "perm": "written"},
-    "adjoint bfloat16": {"rounding": "bfloat16", "adjoint": True},
-    "forward float16 transposed": {"rounding": "float16", "perm": "written"},
-    "crossing rows": {"rows": 7, "cols": 9, "block": 16},
-    "block over size": {"rows": 3, "cols": 5, "block": 64},
-    "constants": {"literals": "constant", "leaves": "constant"},
-    "mixed": {"literals": "mixed", "leaves": "constant initializer typed"},
-    "attributes": {"literals": "attribute", "leaves": "typed"},
-    "scalars": {"scalar": True, "axis": -1, "step": False, "swap": True, "casts": 2},
-    "identities": {"identities": ("*",)},
-    "nameless": {"named": False},
-    "defaults": {"defaults": True, "opset": 19},
-}
 
-
-@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("name", CANONICAL)
 def test_spellings(name):
-    built = build(**SPELLINGS[name])
+    built = build(**CANONICAL[name])
     after = rewritten(built.model)
     assert_same_results(built, after)
     assert [node.op_type for node in after.graph.node if node.op_type not in ("Constant", "Identity")] == [
@@ -70,12 +53,6 @@ def test_ir_versions(ir):
     assert after.ir_version == max(ir, 8)
     assert [entry.name for entry in after.graph.input] == ["x"]
     assert_same_results(built, after)
-
-
-CONTROL_FLOW = [["If"], ["Loop"], ["Scan"], ["If", "Loop"], ["Loop", "If"]]
-PLACES = [(place, hold) for place in CONTROL_FLOW for hold in ("inside", "packed", "leaves", "chain")]
-# Literals that are formal inputs of a function are refused: the recognizer's tests hold that.
-PLACES += [(place, hold) for place in (["function"], ["If", "function"]) for hold in ("inside", "packed")]
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_kernels import runtime_of
 
 from lut4tool import formats, native
 from lut4tool.formats import Lookup4Weight, QmmWeight
 from lut4tool.kernels import cpu, thresholds
 from tests.products import ADVERSARIES, DTYPES, adversary, check, dense, dense_qmm, lookup4, qmm, values
-from tests.test_kernels import runtime_of
 
 HERE = native.compiled() and native.product_instruction_set() == "amx"
 pytestmark = pytest.mark.skipif(not HERE, reason="this machine has no matrix unit for bytes (AMX)")

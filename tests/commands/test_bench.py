@@ -14,7 +14,7 @@ from lut4tool import cli, native
 from lut4tool.bench import BenchError, Shape, bench, shapes_of
 from tests.products import lookup4, product_model, qmm
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SHAPES = [Shape(96, 64, 32), Shape(96, 64, 32, transposed=False), Shape(96, 64, 32, affine=True), Shape(5, 33, 6)]
 
 

@@ -14,7 +14,7 @@ from lut4tool.runtime import backend, blas
 from lut4tool.runtime.backend import BackendError, mx
 from lut4tool.runtime.blas import SHIM
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only MLX's Linux build is given a BLAS")
 
 REPORT = """

@@ -14,6 +14,7 @@ from build_affine import Affine, BuiltAffine, build_affine, decode, spell
 from differences import compare, raw
 from onnx import TensorProto, helper
 from rewriting import run_onnxruntime, run_reference
+from spellings import AFFINE, ARITHMETIC, NIBBLES
 
 from build import build, value_of
 from lut4tool.recognize import qmm, recognize
@@ -23,61 +24,9 @@ from lut4tool.rewrite.expand import expand_model
 from lut4tool.runtime.session import Runtime
 from lut4tool.storage import Tensors
 
-NIBBLES = {"chain": "nibbles"}
-ARITHMETIC = {"chain": "arithmetic", "nibbles": ("Mod", "Div"), "wide": TensorProto.INT64, "opset": 13}
-SPELLINGS: dict[str, dict[str, Any]] = {
-    "uint4 rows": {},
-    "int4 rows": {"kind": "int4"},
-    "uint4 columns": {"first": "k"},
-    "int4 columns": {"kind": "int4", "first": "k"},
-    "no zero points": {"points": False},
-    "int4 without zero points": {"kind": "int4", "points": False, "first": "k"},
-    "one scale a column": {"by": "column"},
-    "one scale a column, codes by columns": {"by": "column", "first": "k", "kind": "int4", "k": 7},
-    "one scale": {"by": "all", "kind": "int4"},
-    "one scale and no zero point": {"by": "all", "points": False, "first": "k"},
-    "whole blocks": {"k": 16, "block": 8},
-    "one long block": {"block": 64, "k": 9},
-    "an odd depth": {"k": 5, "block": 2},
-    "one column": {"n": 1, "first": "k"},
-    "opset 23": {"opset": 23},
-    "opset 26": {"opset": 26},
-    "perm by default": {"turned": "absent"},
-    "Gemm": {"product": "Gemm", "bias": True, "gemm": (("alpha", 0.5), ("beta", 2.0))},
-    "Gemm transB": {"product": "Gemm", "turned": "transB", "gemm": (("alpha", 0.25),)},
-    "Gemm transB of a Transpose": {"product": "Gemm", "turned": "both", "first": "k", "bias": True},
-    "float16": {"scales": "float16"},
-    "bfloat16": {"scales": "bfloat16", "kind": "int4"},
-    "float32 cast to float16": {"cast": "float16"},
-    "float16 cast to float32": {"scales": "float16", "cast": "float32", "cast_first": True},
-    "bfloat16 cast to float32": {"scales": "bfloat16", "cast": "float32", "first": "k"},
-    "Constant nodes": {"literals": "constant", "leaves": "constant", **NIBBLES},
-    "typed fields": {"leaves": "typed"},
-    "Identity everywhere": {"identities": True, **NIBBLES},
-    "nibbles": NIBBLES,
-    "nibbles in blocks": {**NIBBLES, "bytes": "blocks"},
-    "nibbles, flat": {**NIBBLES, "bytes": "flat", "k": 16},
-    "nibbles, flat and odd": {**NIBBLES, "bytes": "flat", "k": 9, "block": 6},
-    "nibbles by columns": {**NIBBLES, "first": "k"},
-    "nibbles, high first": {**NIBBLES, "high_first": True, "bytes": "blocks"},
-    "nibbles, axis written": {**NIBBLES, "axis": 2},
-    "nibbles by Mod and Div": {**NIBBLES, "nibbles": ("Mod", "Div")},
-    "nibbles of int32": {**NIBBLES, "nibbles": ("BitwiseAnd", "Div"), "wide": TensorProto.INT32},
-    "nibbles of uint16": {**NIBBLES, "wide": TensorProto.UINT16},
-    "nibbles cast first": {**NIBBLES, "cast_last": False, "k": 16},
-    "nibbles without zero points": {**NIBBLES, "points": False},
-    "nibbles, one scale a column": {**NIBBLES, "by": "column"},
-    "arithmetic": ARITHMETIC,
-    "arithmetic of int4-like zero points": {**ARITHMETIC, "one_point": True},
-    "arithmetic, BitShift": {"chain": "arithmetic", "opset": 18},
-    "arithmetic, Mul swapped": {**ARITHMETIC, "swap": True, "k": 12},
-    "arithmetic, float zero points": {**ARITHMETIC, "float_points": True},
-    "arithmetic in float16": {**ARITHMETIC, "scales": "float16", "float_points": True},
-    "arithmetic in bfloat16": {**ARITHMETIC, "scales": "bfloat16", "cast": "float32"},
-}
 #: Rows of whole blocks, low nibble first: the bytes stay, whatever type and shape they had.
 KEPT = {"whole blocks", "one scale a column", "nibbles in blocks", "nibbles, flat", "nibbles cast first"}
-KEPT |= {"nibbles, one scale a column", *(name for name in SPELLINGS if name.startswith("arithmetic"))}
+KEPT |= {"nibbles, one scale a column", *(name for name in AFFINE if name.startswith("arithmetic"))}
 #: It has no Identity and no Reshape of 4-bit types.
 NOT_IN_ONNXRUNTIME = {"Identity everywhere", "nibbles cast first"}
 
@@ -114,10 +63,10 @@ def assert_close(built: BuiltAffine, results: list[np.ndarray]) -> None:
         assert (np.abs(result.astype(np.float64) - built.expected) <= bound(built)).all()
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("name", AFFINE)
 def test_spellings(name: str) -> None:
     """Original and rewritten in onnx.reference and onnxruntime, rewritten in our Runtime by a kernel of ours."""
-    built = build_affine(**SPELLINGS[name])
+    built = build_affine(**AFFINE[name])
     after = rewritten(built, "kept" if name in KEPT else "repacked")
     affine = built.affine
     for model in (built.model, after):
@@ -133,9 +82,9 @@ def test_spellings(name: str) -> None:
     assert [choice.backend for choice in runtime.kernels.values()] == ["reference" if cast else "cpu"]
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("name", AFFINE)
 def test_expanding_gives_the_same_weight_and_is_found_again(name: str) -> None:
-    built = build_affine(**SPELLINGS[name])
+    built = build_affine(**AFFINE[name])
     once = rewritten(built)
     back = copy.deepcopy(once)
     assert expand_model(back).expanded

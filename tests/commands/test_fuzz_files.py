@@ -25,7 +25,7 @@ from lut4tool.storage import StorageError, Tensors, parse_model
 @pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="atheris has no wheel for this machine")
 @pytest.mark.parametrize("seconds", [20, pytest.param(600, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_fuzzed_files_are_served_or_refused(tmp_path: Path, seconds: int) -> None:
-    script = Path(__file__).with_name("fuzz_files.py")
+    script = Path(__file__).parents[1] / "fuzz_files.py"
     options = [f"-max_total_time={seconds}", f"-artifact_prefix={tmp_path}/", f"-seed={2026 + seconds}"]
     done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, (done.stderr[-3000:], [path.name for path in tmp_path.iterdir()])

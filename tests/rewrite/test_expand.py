@@ -13,14 +13,14 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
+from build_product import product
 from differences import raw
 from forms import FORMS, make
 from mutants_bnb4 import bnb4
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from rewriting import run_onnxruntime, run_reference
-from test_products import product
-from test_rewrite import PLACES, SPELLINGS
+from spellings import CANONICAL, PLACES
 
 from build import HALVES, Built, Chain, build, build_calls, build_many, find_node
 from lut4tool.formats import QmmWeight
@@ -118,10 +118,10 @@ def assert_round_trip(built: Built, oracles=(run_reference, run_onnxruntime)) ->
     return back
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("name", CANONICAL)
 def test_spellings(name):
-    half = SPELLINGS[name].get("rounding") and not SPELLINGS[name].get("adjoint")
-    assert_round_trip(build(**SPELLINGS[name]), (run_reference,) if half else (run_reference, run_onnxruntime))
+    half = CANONICAL[name].get("rounding") and not CANONICAL[name].get("adjoint")
+    assert_round_trip(build(**CANONICAL[name]), (run_reference,) if half else (run_reference, run_onnxruntime))
 
 
 @pytest.mark.parametrize("opset", [13, 14, 18, 21, 24, 26])

@@ -431,7 +431,7 @@ def test_without_mlx_rewrite_works_and_run_names_the_extra(chain: Path, tmp_path
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'mlx'\", name='mlx')")
     command = [sys.executable, "-m", "lut4tool.cli"]
-    environment = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parent.parent}", "PATH": "/usr/bin:/bin"}
+    environment = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "PATH": "/usr/bin:/bin"}
 
     def call(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

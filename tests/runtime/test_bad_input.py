@@ -90,7 +90,7 @@ def test_looking_ahead_reads_no_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["numpy", "mlx"])
 def test_mutants_run_or_are_refused_in_words(place: str) -> None:
     """500 of fuzz.py's: none crashes, hangs or raises anything but a Lut4Error."""
-    script = Path(__file__).with_name("fuzz.py")
+    script = Path(__file__).parents[1] / "fuzz.py"
     done = subprocess.run(
         [sys.executable, script, "2026", "0", "500", place], capture_output=True, text=True, timeout=400, check=False
     )

@@ -449,7 +449,7 @@ model = parser.parse_model('<ir_version: 8, opset_import: ["" : 20]> {ADD}')
 Runtime(model, device="cpu").run(None, {{"x": np.ones((1, 3), np.float32), "y": np.ones((1, 3), np.float32)}})
 assert not [name for name in sys.modules if name.startswith(("onnx.reference", "onnxruntime", "lut4tool.recognize"))]
 """
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[1])
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux alone")
@@ -481,5 +481,5 @@ assert y.astype(float).tolist() == [1, 2, 3], y
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     command = [sys.executable, "-c", program, str(tmp_path / "m.onnx")]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert int(done.stdout) < (320 + 64 + 32) * 1024

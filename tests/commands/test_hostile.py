@@ -117,7 +117,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict
 
 
 def ask(folder: Path, names: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
-    command = [sys.executable, Path(__file__).with_name("hostile.py"), folder, *names]
+    command = [sys.executable, Path(__file__).parents[1] / "hostile.py", folder, *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, (lines[-1:], done.stderr[-2000:])

@@ -14,7 +14,7 @@ import pytest
 
 import lut4tool
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 #: What a build and the built package need of the tree.
 SOURCES = ("pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE", "lut4tool")

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_kernels import runtime_of
 
 from lut4tool import formats, native
 from lut4tool.kernels import cpu, reference
@@ -36,9 +37,8 @@ from tests.products import (
     values,
     with_special,
 )
-from tests.test_kernels import runtime_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "lut4tool" / "native"
 pytestmark = pytest.mark.skipif(not native.compiled(), reason="the compiled module is not installed")
 ALL = ("amx", "avx512", "avx2", "neon", "portable")
@@ -421,7 +421,7 @@ def test_the_process_never_holds_a_dense_weight(m: int) -> None:
     program = f"""
 import numpy as np
 from pathlib import Path
-from tests.test_kernels import lookup4, runtime_of, values
+from test_kernels import lookup4, runtime_of, values
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1])

@@ -299,7 +299,7 @@ def test_the_command_line_lists_what_the_readme_lists_and_says_what_is_wrong(cap
     listed = capsys.readouterr().out.strip()
     assert listed == table()
     assert all(f"`{model.name}`" in listed and model.licence in listed for model in MODELS.values())
-    readme = Path(__file__).resolve().parents[1] / "models" / "README.md"
+    readme = Path(__file__).resolve().parents[2] / "models" / "README.md"
     assert f"\n\n{listed}\n\n" in readme.read_text(encoding="utf-8")
     assert main(["nothing"]) == 1
     assert "no model is called 'nothing'; there are ocr-recogniser" in capsys.readouterr().err
