@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 NOTHING_TO_REWRITE = 3
 DIFFERS = 4
+INTERRUPTED = 130
 
 #: Of every rich console: names of models and files are printed as they are, `[b]` and `:x:` included.
 _PLAIN: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
@@ -56,8 +57,10 @@ def main() -> None:
         _fail(f"{error.filename or 'a file'}: {error.strerror or error}", 1)
     except MemoryError:
         _fail("there is not enough memory for this", 1)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
+    except SystemExit as done:
+        if done.code == INTERRUPTED:  # what typer makes of Ctrl-C, without a word
+            _fail("interrupted", INTERRUPTED)
+        raise
     except Exception as error:
         if os.environ.get("LUT4TOOL_TRACEBACK"):
             raise

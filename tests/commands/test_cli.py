@@ -496,3 +496,16 @@ def test_a_kernel_that_fails_is_wrong_in_the_selftest(run: Run, monkeypatch: pyt
     assert result.status == 4
     assert wrong
     assert all("no such instruction" in case["case"] for case in wrong)
+
+
+def test_ctrl_c_is_said_in_a_line(chain: Path) -> None:
+    program = """if True:
+        import os, signal, sys
+        from lut4tool import cli
+        from lut4tool.recognize import summary
+        summary.summarize = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)
+        sys.argv = ["lut4tool", "inspect", sys.argv[1]]
+        cli.main()
+    """
+    done = subprocess.run([sys.executable, "-c", program, chain], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr, done.stdout) == (130, "lut4tool: interrupted\n", "")
