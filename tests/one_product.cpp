@@ -1,5 +1,5 @@
 // One product on the machine that this is built for: facts and arrays from stdin, y to stdout, the instruction set to
-// stderr. tests/test_kernels_cpu.py writes them: scales and x are float32, zero points uint8.
+// stderr. tests/kernels/test_kernels_cpu.py writes them: scales and x are float32, zero points uint8.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>

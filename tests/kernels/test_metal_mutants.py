@@ -1,6 +1,6 @@
 """Planted bugs in the Metal kernels' texts: the simulator and float64 together must see them.
 
-`python -m tests.test_metal_mutants` plants every one and prints the survivors.
+`python -m tests.kernels.test_metal_mutants` plants every one and prints the survivors.
 """
 
 from __future__ import annotations
