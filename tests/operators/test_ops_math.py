@@ -110,6 +110,12 @@ def test_matmul_integer_is_exact_at_any_depth(depth):
     np.testing.assert_array_equal(found, np.full((2, 3), 255 * -255 * depth, np.int32))
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(2, 3), (0, 3), (2, 0)])
+def test_matmul_integer_of_no_depth_is_zeros_in_int32(rows, columns):
+    (found,) = run("MatMulInteger", np.zeros((rows, 0), np.uint8), np.zeros((0, columns), np.int8))
+    assert (found.dtype, found.shape, found.any()) == (np.int32, (rows, columns), False)
+
+
 @pytest.mark.parametrize("options", [{}, {"transA": 1}, {"transB": 1}, {"alpha": 0.5, "beta": 2.0}])
 @pytest.mark.parametrize("bias", [(), (4,), (3, 1), (3, 4)])
 def test_gemm(options, bias):

@@ -81,7 +81,7 @@ def integer_product(a: Any, b: Any, a_zero_point: Any = None, b_zero_point: Any 
     """(a - a_zero_point) @ (b - b_zero_point) of 8-bit integers, exact in int32: float32 products of short pieces."""
     (xp, a), (_, b) = _integers(a, a_zero_point, True), _integers(b, b_zero_point, False)
     total: Any = 0
-    for start in range(0, a.shape[-1], EXACT_DEPTH):
+    for start in range(0, max(a.shape[-1], 1), EXACT_DEPTH):
         piece = slice(start, start + EXACT_DEPTH)
         total = total + (a[..., piece] @ (b[piece] if b.ndim == 1 else b[..., piece, :])).astype(xp.int32)
     return total
