@@ -52,7 +52,16 @@ def test_an_index_out_of_range_is_an_error_that_names_it(op_type, index):
 def test_slice_clamps_as_numpy_does(length, start, end, step):
     x = np.arange(2 * length, dtype=np.float32).reshape(2, length)
     (found,) = run("Slice", x, ints(start), ints(end), ints(-1), ints(step))
+    if step < 0:  # the standard, and onnxruntime, clamp the start to the first element, where NumPy takes none
+        start = max(start, -length)
     np.testing.assert_array_equal(found, x[:, start:end:step])
+
+
+@pytest.mark.parametrize("start", [-1, -3, -4, -(2**63)])
+@pytest.mark.parametrize("end", [-1, -4, -(2**63)])
+def test_slice_backward_from_before_the_first_element(start, end):
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    against_onnxruntime("Slice", 13, [x, ints(start), ints(end), ints(1), ints(-1)])
 
 
 @pytest.mark.parametrize("mode", ["constant", "reflect", "edge", "wrap"])

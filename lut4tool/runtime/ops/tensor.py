@@ -107,13 +107,14 @@ def split_parts(
 
 
 def _slices(x: Any, starts: Any, ends: Any, axes: Any, steps: Any) -> tuple[slice, ...]:
-    """Clamped Python slices; an end before the first element is None."""
+    """Clamped Python slices; an end before the first element is None, a start there of a negative step the first."""
     found = [slice(None)] * x.ndim
     axes = range(len(starts)) if axes is None else axes
     steps = [1] * len(starts) if steps is None else steps
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         place = positive(int(axis), x.ndim)
         first, last, stride = slice(int(start), int(end), int(step)).indices(x.shape[place])
+        first = max(first, 0)
         whole = len(range(first, last, stride)) > 0
         found[place] = slice(first, None if last < 0 else last, stride) if whole else slice(0, 0)
     return tuple(found)
