@@ -141,6 +141,15 @@ def test_conv_transpose(rank, group, options, stride, dilation):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_convolutions_of_no_batch(rank, group, kernel):
+    x, w = np.zeros((0, 4, *[5] * rank), np.float32), floats(4, 4 // group, *[kernel] * rank)
+    against_onnxruntime("Conv", 11, [x, w], group=group)
+    against_onnxruntime("ConvTranspose", 11, [x, w], group=group, strides=[2] * rank)
+
+
 POOLS = [
     {},
     {"ceil_mode": 1},

@@ -222,6 +222,15 @@ def test_transposed_convolutions(kernel, group):
             assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
 
 
+def test_what_is_not_finite_stays_where_the_taps_reach():
+    random = np.random.default_rng(5)
+    x, w = np.array(floats(random, 1, 2, 4, 4)), floats(random, 2, 3, 2, 2)
+    wanted, x[0, 1, 2, 2] = np.ones((1, 3, 11, 11), bool), np.inf
+    wanted[:, :, 6:8, 6:8] = False
+    found = PreparedTranspose(w, None, {"strides": (3, 3)})(x, w)
+    assert (np.isfinite(found) == wanted).all()
+
+
 def test_convolutions_of_nothing_but_padding():
     x, w, bias = np.zeros((2, 3, 0, 4), np.float32), np.ones((5, 3, 3, 3), np.float32), np.arange(5, dtype=np.float32)
     found = Kernels(w, bias, 1)(x, (1, 1, 1, 1, 2, 1), (2, 4))

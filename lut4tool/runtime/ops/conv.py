@@ -112,6 +112,8 @@ def convolve_numpy(x: np.ndarray, w: np.ndarray, grid: Window, group: int) -> np
 
     A product of unrolled windows, made in panels of some groups or some output rows; a 1x1 kernel reads x itself.
     """
+    if not x.size:  # no batch, or zeros alone
+        return np.zeros((x.shape[0], w.shape[0], *grid.out), np.result_type(x, w))
     windows = views(pad(np, x, grid), grid)
     batch, depth, points = x.shape[0], x.shape[1] // group * prod(grid.kernel), prod(grid.out)
     kernels = w.reshape(group, w.shape[0] // group, depth)
@@ -162,6 +164,7 @@ class PreparedTranspose:
         self.group, self.strides = group, tuple(attributes.get("strides") or (1,) * rank)
         self.taps = tuple(-(-k // s) for k, s in zip(w.shape[2:], self.strides, strict=True))
         ends = [(0, t * s - k) for k, s, t in zip(w.shape[2:], self.strides, self.taps, strict=True)]
+        self.padded = any(after for _, after in ends)
         parts = np.pad(w, [(0, 0), (0, 0), *ends])
         for axis, (taps, stride) in enumerate(zip(self.taps, self.strides, strict=True)):
             parts = parts.reshape(*parts.shape[: 2 + 2 * axis], taps, stride, *parts.shape[3 + 2 * axis :])
@@ -172,8 +175,10 @@ class PreparedTranspose:
         wide = np.ascontiguousarray(parts).reshape(group * count * kinds, depth, *self.taps)
         self.kernels = Kernels(wide, None if bias is None else np.repeat(bias, kinds), group)
 
-    def __call__(self, x: np.ndarray, *_: Any) -> Any:
+    def __call__(self, x: np.ndarray, *weights: Any) -> Any:
         """The node's own inputs: x [N, C, *in], and the weights that were taken apart."""
+        if self.padded and not np.isfinite(x.sum()):  # a padded tap would make NaN of it where no tap reaches
+            return conv_transpose(x, *weights, **self.attributes)
         a, rank = self.attributes, len(self.taps)
         check_transposed(x.shape, self.shape, self.group)
         grid = _transposed_window(
@@ -186,7 +191,7 @@ class PreparedTranspose:
         out = tuple((n - 1 + b) // s + 1 - start for n, b, s, start in most)
         zeros = tuple(t - 1 - start for t, start in zip(self.taps, starts, strict=True))
         z = self.kernels(x, (*(1,) * 2 * rank, *zeros), out)
-        z = z.reshape(x.shape[0], -1, *self.strides, *out)
+        z = z.reshape(x.shape[0], self.shape[1] * self.group, *self.strides, *out)
         order = (0, 1, *(axis for place in range(rank) for axis in (2 + rank + place, 2 + place)))
         y = z.transpose(order).reshape(*z.shape[:2], *(n * s for n, s in zip(out, self.strides, strict=True)))
         first = [b - start * s for b, start, s in zip(grid.before, starts, self.strides, strict=True)]
@@ -233,7 +238,7 @@ def conv_transpose(
         x.shape[2:], w.shape[2:], strides, dilations, pads, auto_pad, output_padding, output_shape
     )
     kernels = xp.swapaxes(weight.reshape(group, w.shape[0] // group, -1), 1, 2)  # [G, M / G * kernel, C / G]
-    columns = xp.matmul(kernels, data.reshape(batch, group, w.shape[0] // group, -1))
+    columns = xp.matmul(kernels, data.reshape(batch, group, w.shape[0] // group, prod(x.shape[2:])))
     y = fold(xp, columns.reshape(batch, group * w.shape[1], *w.shape[2:], *x.shape[2:]), grid)
     return finish(y if bias is None else y + bias.reshape(-1, *[1] * rank), x)
 
