@@ -62,6 +62,14 @@ def test_directions_lengths_and_states(op_type, direction, lengths, initial, bia
     compare(op_type, given, direction=direction)
 
 
+@pytest.mark.parametrize("op_type", GATES)
+@pytest.mark.parametrize("clip", [{}, {"clip": 3.0}])
+def test_what_is_not_a_number_past_an_end_is_not_read(op_type, clip):
+    given = inputs(op_type, 1, lengths=True)
+    given[0][1:, 1] = np.nan
+    compare(op_type, given, **clip)
+
+
 @pytest.mark.parametrize("version", [7, 14, 22])
 @pytest.mark.parametrize("op_type", GATES)
 def test_versions(op_type, version):

@@ -187,7 +187,7 @@ def recur(
         for t in reversed(range(steps)) if backward else range(steps):
             new = step(cell, inputs[t], state)
             state = new if ends is None else tuple(xp.where(ends[t], a, s) for a, s in zip(new, state, strict=True))
-            sequence[t] = state[0] if ends is None else xp.where(ends[t], new[0], 0 * new[0])
+            sequence[t] = state[0] if ends is None else xp.where(ends[t], new[0], xp.zeros_like(new[0]))
         outputs.append(xp.stack(sequence) if steps else inputs[..., :hidden])
         finals.append(state)
     y, last = xp.stack(outputs, 1), [xp.stack(parts) for parts in zip(*finals, strict=True)]
