@@ -79,6 +79,8 @@ def pack(b: np.ndarray, zero: Any) -> Bytes | None:
 
 def _rows(a: np.ndarray, zero: Any, b: Bytes) -> tuple[np.ndarray, np.ndarray]:
     """The rows of `a` as the native library reads them, and a zero point for each."""
+    if a.shape[1] != b.depth:
+        raise ValueError(f"rows of {a.shape[1]} bytes and a matrix of {b.depth} rows have no product")
     padded = _NATIVE.packed_depth(b.depth)
     if a.dtype == np.uint8 and padded == b.depth:
         rows = np.ascontiguousarray(a)

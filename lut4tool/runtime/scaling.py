@@ -137,7 +137,7 @@ def _multiply(
     matrix, factor, zero = product.quantized
     if id(matrix) not in packed:
         bytes_ = int8.pack(matrix, zero)
-        packed[id(matrix)] = None if bytes_ is None else int8.Product(bytes_, _nothing(matrix.shape[1]))
+        packed[id(matrix)] = None if bytes_ is None else int8.Product(bytes_, _nothing(*matrix.shape))
     whole = packed[id(matrix)]
     if whole is None:
         return False
@@ -151,6 +151,12 @@ def _multiply(
     return True
 
 
-def _nothing(width: int) -> Callable[..., Any]:
-    """The product with operands of no elements."""
-    return lambda a, *_: np.zeros((*a.shape[:-1], width), np.int32)
+def _nothing(depth: int, width: int) -> Callable[..., Any]:
+    """The product of operands of no elements with a matrix of that size."""
+
+    def run(a: np.ndarray, *_: Any) -> np.ndarray:
+        if a.shape[-1] != depth:
+            raise ValueError(f"x of shape {list(a.shape)} and a weight of shape {[depth, width]} have no product")
+        return np.zeros((*a.shape[:-1], width), np.int32)
+
+    return run

@@ -55,6 +55,14 @@ def test_products_are_exact(instruction_set, types, shape, one):
     assert (int8.scaled_matmul(a, a_zero, packed, 0.1, factors) == scaled).all()
 
 
+@pytest.mark.parametrize("depth", [1, 3, 5, 8, 64])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
+def test_rows_of_another_depth_are_refused(depth, dtype):
+    packed = int8.pack(frozen(np.ones((4, 17), np.int8)), None)
+    with pytest.raises(ValueError, match=f"rows of {depth} bytes and a matrix of 4 rows have no product"):
+        int8.matmul(frozen(np.ones((2, depth), dtype)), None, packed)
+
+
 def test_extremes_do_not_saturate(instruction_set):
     a, b = frozen(np.full((33, 640), 255, np.uint8)), frozen(np.full((640, 70), -128, np.int8))
     assert (int8.matmul(a, None, int8.pack(b, None)) == 255 * -128 * 640).all()
