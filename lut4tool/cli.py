@@ -38,6 +38,7 @@ app = typer.Typer(
 
 ModelArgument = Annotated[Path, typer.Argument(metavar="MODEL", help="An ONNX file.", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else there.")]
+VendorOption = Annotated[bool, typer.Option("--vendor", help="com.microsoft's MatMulBnb4 and MatMulNBits too.")]
 ExternalOption = Annotated[
     list[Path] | None,
     typer.Option("--allow-external", metavar="DIR", help="A folder outside the model's that its weights may lie in."),
@@ -130,7 +131,7 @@ def rewrite(
     ],
     verify: Annotated[bool, typer.Option("--verify", help="Compare every block with the original chain.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Prove and check, but write nothing.")] = False,
-    vendor: Annotated[bool, typer.Option("--vendor", help="Rewrite MatMulBnb4 and MatMulNBits too.")] = False,
+    vendor: VendorOption = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing OUT.")] = False,
     report: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Write a .json or .html report.")
@@ -266,11 +267,11 @@ def expand(
 
 
 @app.command()
-def inspect(model: ModelArgument, json_output: JsonOption = False) -> None:
+def inspect(model: ModelArgument, vendor: VendorOption = False, json_output: JsonOption = False) -> None:
     """Say which chains are found, which are refused and why, and what the weights cost packed and dense."""
     from lut4tool.recognize.summary import summarize
 
-    summary = summarize(model)
+    summary = summarize(model, vendor)
     document = {**summary.to_json(), "unsupported": _unsupported(model)}
     if json_output:
         _print_json(document)

@@ -19,8 +19,8 @@ from onnx import TensorProto, helper, numpy_helper, version_converter
 
 from lut4tool.encode import ProduceError, encode, load_codebook
 from lut4tool.formats import DTYPE_NAME, ONNX_DTYPE, Lookup4Weight
-from lut4tool.rewrite.save import check_target, external_tensors, save
-from lut4tool.storage import Tensors, location, nbytes, read_model, size_text
+from lut4tool.rewrite.save import check_target, save
+from lut4tool.storage import Tensors, external_tensors, location, nbytes, read_model, size_text
 
 #: The chain needs opset 13: Unsqueeze takes its axes as an input, and MatMul and Cast know bfloat16.
 LEAST_OPSET = 13

@@ -144,6 +144,25 @@ def location(tensor: onnx.TensorProto) -> str:
     return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
 
 
+def external_tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
+    """Every tensor of a model whose data is in a file: initializers and attributes, functions and training included."""
+    training = (graph for info in model.training_info for graph in (info.initialization, info.algorithm))
+    bodies: list[onnx.GraphProto | onnx.FunctionProto] = [model.graph, *training, *model.functions]
+    tensors: list[onnx.TensorProto] = []
+    for body in bodies:  # grows: no recursion on the depth of subgraphs
+        if isinstance(body, onnx.GraphProto):
+            tensors += body.initializer
+            for sparse in body.sparse_initializer:
+                tensors += (sparse.values, sparse.indices)
+        for node in body.node:
+            for attribute in node.attribute:
+                tensors += (attribute.t, *attribute.tensors)
+                for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
+                    tensors += (sparse.values, sparse.indices)
+                bodies += (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs
+    return [tensor for tensor in tensors if is_external(tensor)]
+
+
 class Tensors:
     """Values of a model's tensors; a file of external data is mapped once, read-only.
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import onnx
 
+from lut4tool.formats import DOMAIN
 from lut4tool.recognize import chains
 from lut4tool.recognize.products import Operands, operands, operands_from_left
 from lut4tool.recognize.proof import Proof, Refusal, Report, Site, Witness
@@ -25,14 +26,17 @@ def recognize(model: onnx.ModelProto, vendor: bool = False, tensors: Tensors | N
     tensors: reads literals that are external data; without it a chain with one is refused.
     vendor: com.microsoft's MatMulBnb4 and MatMulNBits are proved or refused too.
     A refusal is listed where the weight is computed from constants only and passes a Gather, or a Mul or
-    DequantizeLinear fed by integers; other products are silent.
+    DequantizeLinear fed by integers; other products are silent, and so are those in the bodies of our own operators.
     """
     if not worth_a_walk(model, vendor):
         return Report((), ())
     walk = Walk(model, vendor, tensors=tensors)
     known: Known = {}
     proofs, refusals = [], []
+    bodies = {index for index, function in enumerate(model.functions) if function.domain == DOMAIN}
     for site in walk.products:
+        if site.scope.function in bodies:
+            continue
         try:
             proofs.append(_prove(walk, site, known))
         except Refuse as refuse:

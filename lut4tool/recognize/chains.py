@@ -10,7 +10,7 @@ from lut4tool.recognize import affine, bnb4, lookup, nbits
 from lut4tool.recognize.proof import Proof
 from lut4tool.recognize.walk import Place, Value, Walk
 
-__all__ = ["FORMS", "VENDOR_PROOFS", "Form", "prove"]
+__all__ = ["FORMS", "VENDOR_CHAINS", "VENDOR_PROOFS", "Form", "prove"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,9 @@ FORMS = (
         vendor=True,
     ),
 )
+
+#: Chains that are our spelling of an operator for which onnxruntime has a kernel.
+VENDOR_CHAINS = frozenset(form.chain for form in FORMS if form.vendor)
 
 #: com.microsoft's operators that are proved, by name.
 VENDOR_PROOFS: Mapping[str, Callable[[Walk, Place], Proof]] = {

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from lut4tool.recognize.chains import VENDOR_CHAINS
 from lut4tool.recognize.proof import Proof
 
 
@@ -38,9 +39,14 @@ def cost(proof: Proof) -> Cost:
     return Cost(proof.nbytes, width * proof.rows * proof.cols, _folded(proof))
 
 
+def folds(proof: Proof) -> bool:
+    """Whether onnxruntime decodes the weight when it loads the model: no kernel of its own takes it packed."""
+    return proof.chain_name not in VENDOR_CHAINS and all(node.op_type != "DequantizeLinear" for node in proof.chain)
+
+
 def _folded(proof: Proof) -> int | None:
     """Bytes of every value that the chain computes, by shape inference."""
-    if any(node.op_type == "DequantizeLinear" for node in proof.chain):
+    if not folds(proof):
         return None
     sources = [helper.make_tensor_value_info(n, t.data_type, list(t.dims)) for n, t in proof.sources.items()]
     held = [TensorProto.FromString(tensor.SerializeToString()) for tensor in proof.literals.values()]

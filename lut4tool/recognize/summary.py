@@ -12,10 +12,11 @@ import onnx
 
 from lut4tool.formats import DOMAIN, DTYPE_NAME, LOOKUP4_MATMUL, QMM
 from lut4tool.recognize import recognize
-from lut4tool.recognize.cost import Cost, cost
+from lut4tool.recognize.chains import VENDOR_CHAINS
+from lut4tool.recognize.cost import Cost, cost, folds
 from lut4tool.recognize.proof import Proof, Report
 from lut4tool.recognize.walk import VENDOR_PRODUCTS
-from lut4tool.storage import Tensors, nbytes, read_model
+from lut4tool.storage import Tensors, external_tensors, nbytes, read_model
 
 _FOLDING = (
     "onnxruntime decodes them to dense float32 when it loads the model, "
@@ -51,17 +52,16 @@ class Summary:
         }
 
 
-def summarize(path: Path) -> Summary:
-    """Read a model and summarize it. Raises StorageError where the file is not a model."""
+def summarize(path: Path, vendor: bool = False) -> Summary:
+    """Read a model and summarize it; `vendor`: MatMulBnb4 and MatMulNBits too. Raises StorageError where it is none."""
     model = read_model(path)
-    report = recognize(model, tensors=Tensors(path.parent))
+    report = recognize(model, vendor=vendor, tensors=Tensors(path.parent))
     distinct = distinct_weights(report.proofs)
-    external = [tensor for tensor in model.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
     return Summary(
         report,
         dict(_operators(model).most_common()),
         path.stat().st_size,
-        sum(map(nbytes, external)),
+        sum(map(nbytes, external_tensors(model))),
         sum(proof.nbytes for proof in distinct),
         sum(4 * proof.rows * proof.cols for proof in distinct),
         advise(model, report),
@@ -87,8 +87,10 @@ def advise(model: onnx.ModelProto, report: Report) -> tuple[str, ...]:
     operators = _operators(model)
     advice = []
     if report.proofs:
-        packed = _count(len(distinct_weights(report.proofs)), "weight")
-        advice.append(f"`lut4tool rewrite` will keep {packed} packed; {_FOLDING}")
+        distinct = distinct_weights(report.proofs)
+        folding = f"; {_FOLDING}" if any(map(folds, distinct)) else ""
+        vendor = " --vendor" * any(proof.chain_name in VENDOR_CHAINS for proof in distinct)
+        advice.append(f"`lut4tool rewrite{vendor}` will keep {_count(len(distinct), 'weight')} packed{folding}")
     if count := operators[f"{DOMAIN}::{LOOKUP4_MATMUL}"] + operators[f"{DOMAIN}::{QMM}"]:
         advice.append(f"packed weights already: {_count(count, 'product')}; {_FOLDING}")
     for domain, name in VENDOR_PRODUCTS:

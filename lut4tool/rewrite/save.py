@@ -56,7 +56,7 @@ def save(
     error, Ctrl-C included, what was there before is whole and nothing else is left.
     """
     real = os.path.realpath(target)
-    external = external_tensors(model)
+    external = storage.external_tensors(model)
     tensors.check_unchanged()
     try:
         with Folder(os.path.dirname(target) or ".", os.path.basename(target)) as folder:
@@ -216,22 +216,3 @@ def _move_out(model: onnx.ModelProto, folder: Folder, target: str) -> str:
                 tensor.ClearField("raw_data")
     size = storage.size_text(data.size)
     return f"the model passes protobuf's 2 GiB: {size} of weights are external data now, in {data.name}"
-
-
-def external_tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
-    """Every tensor of a model whose data is in a file: initializers and attributes, functions and training included."""
-    training = (graph for info in model.training_info for graph in (info.initialization, info.algorithm))
-    bodies: list[onnx.GraphProto | onnx.FunctionProto] = [model.graph, *training, *model.functions]
-    tensors: list[onnx.TensorProto] = []
-    for body in bodies:  # grows: no recursion on the depth of subgraphs
-        if isinstance(body, onnx.GraphProto):
-            tensors += body.initializer
-            for sparse in body.sparse_initializer:
-                tensors += (sparse.values, sparse.indices)
-        for node in body.node:
-            for attribute in node.attribute:
-                tensors += (attribute.t, *attribute.tensors)
-                for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
-                    tensors += (sparse.values, sparse.indices)
-                bodies += (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs
-    return [tensor for tensor in tensors if storage.is_external(tensor)]

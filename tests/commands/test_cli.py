@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
+from build_nbits import nbits
 from onnx import TensorProto, helper
 
 from build import build
@@ -152,6 +153,37 @@ def test_inspect_says_found_and_refused(run: Run, plain: Path, chain: Path) -> N
     refused = run("inspect", "wrong.onnx")
     assert (refused.status, "Concat with axis 0, not 1" in refused.out) == (0, True)
     assert "no 4-bit decode chain found" in run("inspect", plain).out
+
+
+def test_inspect_lists_the_vendors_operators_where_they_are_asked_for(run: Run) -> None:
+    onnx.save(nbits()[0], "nbits.onnx")
+    assert json.loads(run("inspect", "nbits.onnx", "--json").out)["found"] == []
+    document = json.loads(run("inspect", "nbits.onnx", "--vendor", "--json").out)
+    (site,) = document["found"]
+    assert (site["op"], site["chain"], site["onnxruntime_bytes"]) == ("QMM", "matmul_nbits", None)
+    assert document["onnxruntime_bytes"] == 0
+    assert document["advice"][0] == "`lut4tool rewrite --vendor` will keep 1 weight packed"
+
+
+def test_the_bodies_of_our_operators_are_no_sites(run: Run, chain: Path) -> None:
+    assert run("rewrite", chain, "packed.onnx").status == 0
+    for command in (["inspect", "packed.onnx"], ["rewrite", "packed.onnx", "again.onnx"]):
+        result = run(*command)
+        assert "packed weights already: 1 product" in result.out
+        assert "refused" not in result.out
+
+
+def test_inspect_counts_external_data_of_subgraphs(run: Run) -> None:
+    data = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[2, 4], data_location=TensorProto.EXTERNAL)
+    data.external_data.add(key="location", value="w.bin")
+    Path("w.bin").write_bytes(bytes(32))
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 4])
+    branch = helper.make_graph([helper.make_node("Identity", ["w"], ["y"])], "branch", [], [y], [data])
+    choice = helper.make_node("If", ["c"], ["z"], then_branch=branch, else_branch=branch)
+    inputs = [helper.make_tensor_value_info("c", TensorProto.BOOL, [])]
+    graph = helper.make_graph([choice], "g", inputs, [helper.make_tensor_value_info("z", TensorProto.FLOAT, [2, 4])])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]), "if.onnx")
+    assert json.loads(run("inspect", "if.onnx", "--json").out)["external_bytes"] == 2 * 32
 
 
 def test_a_run_equals_numpy_and_says_what_ran(run: Run, plain: Path) -> None:

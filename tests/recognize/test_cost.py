@@ -9,6 +9,7 @@ from onnx.reference import ReferenceEvaluator
 from lut4tool.recognize import recognize
 from lut4tool.recognize.cost import cost
 from tests.build import Chain, build
+from tests.build_nbits import nbits
 
 SPELLINGS = {
     "plain": Chain(rows=32, cols=48, block=16),
@@ -38,3 +39,8 @@ def test_packed_is_what_the_new_node_holds() -> None:
     (proof,) = recognize(built.model).proofs
     (part,) = built.parts
     assert cost(proof).packed == part.packed.nbytes + part.scales.nbytes + part.codebook.nbytes
+
+
+def test_nothing_is_folded_where_onnxruntime_has_a_kernel() -> None:
+    (proof,) = recognize(nbits()[0], vendor=True).proofs
+    assert cost(proof).onnxruntime is None
