@@ -47,6 +47,7 @@ class Chain:
         self._most = min((link.ranks[1] for link in links), default=64)
         self._channels = _size(self.stages, "channel_affine")
         self._points = _size(self.stages, "point_affine")
+        self._agree = all(len(_sizes(self.stages, name)) < 2 for name in ("channel_affine", "point_affine"))
         self._squeezes = tuple(link for link in links if link.squeezes)
 
     @cached_property
@@ -62,7 +63,7 @@ class Chain:
     def view(self, shape: tuple[int, ...], operands: Sequence[np.ndarray]) -> tuple[int, int, int] | None:
         """A value of this shape as [N, channels, points] for the stages; None where they do not fit."""
         rank, planar = len(shape), False
-        if not self._least <= rank <= self._most:
+        if not (self._agree and self._least <= rank <= self._most):
             return None
         for operand in operands:
             if operand.shape != shape:
@@ -138,7 +139,11 @@ def _source(source: Any, value: Any, saved: Any, operands: Sequence[np.ndarray])
 
 
 def _size(stages: Sequence[Stage], name: str) -> int:
-    return next((stage.scale.size for stage in stages if stage.name == name and stage.scale is not None), 0)
+    return next(iter(_sizes(stages, name)), 0)
+
+
+def _sizes(stages: Sequence[Stage], name: str) -> set[int]:
+    return {stage.scale.size for stage in stages if stage.name == name and stage.scale is not None}
 
 
 # -- stages
@@ -163,6 +168,8 @@ def _joined(first: Stage, second: Stage) -> Stage | None:
     if not names <= {"affine", "channel_affine", "point_affine"} or len(names - {"affine"}) > 1:
         return None
     (a, b), (c, d) = _factors(first), _factors(second)
+    if a.size != c.size and names != {"affine"} and len(names) == 1:
+        return None  # one of them broadcasts: such a chain has no stages
     return affine(a * c, b * c + d, (names - {"affine"} or {"affine"}).pop())
 
 
@@ -330,11 +337,13 @@ def _constant(kind: str, other: np.ndarray, first: bool) -> _Made | None:
             return None
         name, ranks, value = "channel_affine", (rank, rank), other.astype(np.float64).ravel()
     if kind in ("max", "min"):
+        if name != "affine" or np.isnan(value):
+            return None
         bounds = (float(value), inf) if kind == "max" else (-inf, float(value))
-        return ((Stage("clip", *bounds),), ranks) if name == "affine" and not np.isnan(value) else None
-    with np.errstate(all="ignore"):
+        return (Stage("clip", *bounds),), ranks
+    with np.errstate(all="ignore"):  # x + -0.0 is x, where x + 0.0 would lose the sign of -0.0
         pair = {
-            "add": (1.0 + 0 * value, value), "mul": (value, 0 * value), "div": (1 / value, 0 * value),
+            "add": (1.0 + 0 * value, value), "mul": (value, -0.0 * abs(value)), "div": (1 / value, -0.0 * abs(value)),
             "sub": (1.0 + 0 * value, -value) if first else (-1.0 + 0 * value, value),
         }[kind]  # fmt: skip
         stage = affine(*pair, name) if first or kind != "div" else None
@@ -345,7 +354,7 @@ _MAKERS: dict[str, Callable[[Mapping[str, Any], list[Any]], _Made | None]] = {
     "Relu": _unary(Stage("clip", 0.0, inf)),
     "Sigmoid": _unary(Stage("sigmoid")),
     "Tanh": _unary(Stage("tanh")),
-    "Neg": _unary(Stage("affine", -1.0)),
+    "Neg": _unary(Stage("affine", -1.0, -0.0)),
     "HardSwish": _unary(Stage("save"), Stage("affine", 1 / 6, 0.5), Stage("clip", 0, 1), Stage("mul_saved")),
     "LeakyRelu": _leaky,
     "HardSigmoid": _hard_sigmoid,

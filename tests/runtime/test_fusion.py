@@ -29,6 +29,7 @@ CONSTANTS = {
     "cube": floats(2, 4, 1, 1, 1), "b": floats(8), "gamma": floats(8), "beta": floats(8), "mean": floats(8),
     "var": np.abs(floats(8)) + 0.5, "channel": floats(8, 1, 1), "channels": floats(1, 8, 1, 1),
     "short": floats(8, 1), "points": floats(6), "table": floats(2, 8, 1, 1), "deep": floats(1, 1, 1, 1, 1),
+    "batch": floats(2, 1, 1, 1),
     "one": floats(1), "three": np.array(3, np.float32), "six": np.array(6, np.float32),
     "two": np.array([2], np.int64), "line_bias": floats(1, 8, 1), "wide": floats(11),
     "zero": np.array(0, np.float32), "half": np.array(0.5, np.float32), "high": np.array(1e38, np.float32),
@@ -155,6 +156,7 @@ KEPT: dict[str, tuple[str, str, list[str]]] = {
     "no curve that has a stage": ("c = Conv(x, w) y = Erf(c)", "", []),
     "a constant on the left of a quotient": ("c = Conv(x, w) y = Div(six, c)", "", []),
     "a constant of several axes": ("c = Conv(x, w) y = Mul(c, table)", "", []),
+    "the larger of it and a vector": ("c = Conv(x, w) y = Max(c, channel)", "", []),
     "a value and itself": ("c = Conv(x, w) y = Mul(c, c)", "", []),
 }  # fmt: skip
 
@@ -196,6 +198,8 @@ def test_a_subgraph_sees_the_result(monkeypatch):
         ("c = Conv(x, w) m = Mul(c, short) y = Relu(m)", ()),
         ("c = Conv(x, w) m = Mul(c, points) y = Relu(m)", ()),
         ("c = Conv(x, w) m = Mul(c, deep) y = Relu(m)", ()),
+        ("c = Conv(x, w) m = Mul(c, channel) y = Add(m, batch)", ()),
+        ("c = Conv(x, w) m = Mul(c, channel) s = Sigmoid(m) n = Mul(s, batch) y = Relu(n)", ()),
     ],
 )
 def test_what_broadcasts_otherwise_runs_node_by_node(text, shape, monkeypatch):
@@ -283,6 +287,17 @@ def test_not_a_number_goes_through(monkeypatch):
     found, expected = runtime.run(None, {"x": x})[0], np.isnan(session(proto).run(None, {"x": x})[0])
     assert expected.any()
     assert np.array_equal(np.isnan(found), expected) or np.isnan(found).sum() == 8 * 9
+
+
+def test_the_sign_of_nothing_is_kept():
+    proto = model("g (float[N, 6] x) => (float[N, 6] y) { m = Mul(x, half) n = Div(m, six) y = Relu(n) }")
+    proto.graph.node[2].op_type = "Neg"
+    x = np.array([[0.0, -0.0, 1, -1, np.inf, -np.inf]], np.float32)
+    runtime = Runtime(proto, device="cpu")
+    assert fused(runtime) == ["Div", "Neg"]
+    (found,), (expected,) = runtime.run(None, {"x": x}), session(proto).run(None, {"x": x})
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert (np.signbit(found) == np.signbit(expected)).all()
 
 
 def test_other_types_run_as_they_are(monkeypatch):
