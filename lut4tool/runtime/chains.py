@@ -170,7 +170,8 @@ def _joined(first: Stage, second: Stage) -> Stage | None:
     (a, b), (c, d) = _factors(first), _factors(second)
     if a.size != c.size and names != {"affine"} and len(names) == 1:
         return None  # one of them broadcasts: such a chain has no stages
-    return affine(a * c, b * c + d, (names - {"affine"} or {"affine"}).pop())
+    shift = np.where(b == 0, d, b * c + d)  # -0.0 stays what adds nothing
+    return affine(a * c, shift, (names - {"affine"} or {"affine"}).pop())
 
 
 def _factors(stage: Stage) -> tuple[Any, Any]:
