@@ -8,6 +8,7 @@ import numpy as np
 import onnx.reference
 import pytest
 from backend_cases import against_onnxruntime, cases, check, single
+from onnx import numpy_helper
 from places import place  # noqa: F401 - a fixture
 
 from lut4tool.runtime.session import Runtime
@@ -148,6 +149,19 @@ def test_convolutions_of_no_batch(rank, group, kernel):
     x, w = np.zeros((0, 4, *[5] * rank), np.float32), floats(4, 4 // group, *[kernel] * rank)
     against_onnxruntime("Conv", 11, [x, w], group=group)
     against_onnxruntime("ConvTranspose", 11, [x, w], group=group, strides=[2] * rank)
+
+
+def test_an_infinite_weight_reaches_only_its_taps():
+    x, w = floats(1, 2, 4, 4), floats(2, 3, 2, 2)
+    w[1, 1, 0, 1] = np.inf
+    node = single("ConvTranspose", 11, [x, w], {"strides": [2, 2]}, 1)
+    del node.graph.input[1]
+    node.graph.initializer.append(numpy_helper.from_array(w, "x1"))
+    (found,) = Runtime(node, device="cpu").run(None, {"x0": x})
+    wanted = np.ones((1, 3, 8, 8), bool)
+    wanted[:, 1, ::2, 1::2] = False
+    assert (np.isfinite(found) == wanted).all()
+    assert not np.isnan(found).any()
 
 
 POOLS = [

@@ -218,7 +218,7 @@ def prepare_transpose(node: Node, _: Any = None) -> PreparedTranspose | None:
     known = bias is None or bias.shape == (count,)
     if len(strides) != w.ndim - 2 or min(strides) < 1 or not known or not convolution.packs(w, None, 1):
         return None
-    return PreparedTranspose(w, bias, a)
+    return PreparedTranspose(w, bias, a) if np.isfinite(w).all() else None  # inf times a zero around x would be NaN
 
 
 @op("ConvTranspose", prepare=prepare_transpose)
