@@ -163,7 +163,9 @@ def rewrite(
     document = result.to_json()
     if report is not None:
         what = "dry run of a rewrite" if dry_run else "rewrite"
-        _write_report(report, result, f"{what} of {source.name} to {target.name} by lut4tool {__version__}")
+        if not document["rewritten"]:
+            what = "nothing rewritten"
+        _write_report(report, result, f"{what}: {source.name} to {target.name}, by lut4tool {__version__}")
     if json_output:
         _print_json(document)
     else:
@@ -176,6 +178,8 @@ def rewrite(
             console.print(f"{verb} {target}: {_sizes(document)}")
         else:
             console.print("nothing to rewrite; nothing written")
+        if report is not None:
+            console.print(f"the report is {report}")
     if not document["rewritten"]:
         raise typer.Exit(NOTHING_TO_REWRITE)
 
@@ -355,6 +359,13 @@ def run(
         raise typer.BadParameter(f"write NAME={bare[0]}", param_hint="-i")
     if outputs is not None and outputs.suffix != ".npz":
         raise typer.BadParameter("the outputs' file name ends in .npz", param_hint="--outputs")
+    if profile is not None and profile.suffix != ".json":
+        raise typer.BadParameter("the trace's file name ends in .json", param_hint="--profile")
+    read = {path.resolve() for path in (model, inputs, expected, *(Path(text.partition("=")[2]) for text in one or ()))
+            if path is not None}  # fmt: skip
+    for target, option in ((outputs, "--outputs"), (profile, "--profile")):
+        if target is not None and target.resolve() in read:
+            raise typer.BadParameter(f"{target} is read by this run, and would be replaced", param_hint=option)
     start = time.perf_counter()
     proto = read_model(model)
     tensors = Tensors(model.parent, tuple(allow_external or ()))

@@ -123,7 +123,8 @@ def _refusal(
     if forced and forced not in module.KERNELS:
         return f"it has no kernel '{forced}', which {FORCED} asks for"
     if not module.available():
-        return "it does not work on this machine"
+        missing = getattr(module, "missing", lambda: "it does not work on this machine")
+        return str(missing())
     why: str | None = module.refuses(x, weight)
     return why
 

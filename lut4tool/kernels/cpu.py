@@ -52,6 +52,13 @@ def available() -> bool:
     return True
 
 
+def missing() -> str:
+    """Why it is not available."""
+    if native.compiled():
+        return "it gives wrong products on this machine"
+    return "its native part was not built: install a C++ compiler, then lut4tool again"
+
+
 def refuses(x: mx.array, weight: Lookup4Weight | QmmWeight) -> str | None:
     """Say why a product is not served: an x of no float type, or a half whose weight is rounded to another half."""
     dtype = _MLX_FLOAT.get(x.dtype)

@@ -47,7 +47,7 @@ class Summary:
             "external_bytes": self.external_bytes,
             "packed_bytes": self.packed_bytes,
             "dense_bytes": self.dense_bytes,
-            "onnxruntime_bytes": sum(each.onnxruntime or 0 for each in costs.values()),
+            "onnxruntime_bytes": _folded_at_once(self.report.proofs, costs),
             "advice": list(self.advice),
         }
 
@@ -66,6 +66,15 @@ def summarize(path: Path, vendor: bool = False) -> Summary:
         sum(4 * proof.rows * proof.cols for proof in distinct),
         advise(model, report),
     )
+
+
+def _folded_at_once(proofs: tuple[Proof, ...], costs: Mapping[int, Cost]) -> int:
+    """What onnxruntime's folding allocates for all weights: of chains over one packed tensor, it merges equal nodes."""
+    largest: dict[Any, int] = {}
+    for proof in proofs:
+        key = proof.tensor_key("packed")
+        largest[key] = max(largest.get(key, 0), costs[proof.key].onnxruntime or 0)
+    return sum(largest.values())
 
 
 def _found(proof: Proof, cost: Cost) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from lut4tool.recognize.proof import Proof, Site
 from lut4tool.recognize.walk import type_name
 
 #: Pixels: a box, the room between two, a letter of the 11 pixel monospaced face.
-_WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _LETTER = 140, 24, 12, 20, 6.6
+_WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _LETTER = 152, 24, 12, 20, 6.6
 #: So many readers of a product are drawn; the others are counted.
 _READERS = 4
 #: Literals of so many elements are written in the box of the node that reads them.

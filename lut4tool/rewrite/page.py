@@ -41,7 +41,6 @@ def page(report: RewriteReport, title: str) -> str:
         _table(("node", "operator", "rows × cols", "block", "weight type", "bytes", "checked"), _rows(report)),
         "<h2>Refused</h2>",
         _refusals(report.refused),
-        "<h2>The graph around each site</h2>",
         *_sites(report),
     ]
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
@@ -90,6 +89,9 @@ def _refusals(refused: Iterable[Refusal]) -> str:
 
 def _sites(report: RewriteReport) -> Iterable[str]:
     """A folded pair of drawings a site; the first is open."""
+    if report.surroundings:
+        yield "<h2>The graph around each site</h2>"
+        yield "<p>Before: the chain in grey, its product in orange. After: what takes their place, in green.</p>"
     for index, ((proof, _), around) in enumerate(zip(report.rewritten, report.surroundings, strict=True)):
         figures = "".join(
             f"<figure><figcaption>{when}</figcaption>{svg(drawing)}</figure>"

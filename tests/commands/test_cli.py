@@ -530,6 +530,17 @@ def test_a_kernel_that_fails_is_wrong_in_the_selftest(run: Run, monkeypatch: pyt
     assert all("no such instruction" in case["case"] for case in wrong)
 
 
+@pytest.mark.parametrize("option", [["--outputs", "x.npz"], ["--profile", "m.json"], ["--profile", "trace.html"]])
+def test_run_replaces_nothing_that_it_reads(run: Run, chain: Path, option: list[str]) -> None:
+    np.savez("x.npz", x=np.zeros((2, 2), np.float32))
+    Path("m.json").write_bytes(chain.read_bytes())
+    before = {path.name: path.read_bytes() for path in Path().iterdir()}
+    result = run("run", "m.json", "--inputs", "x.npz", *option)
+    assert result.status == 2
+    assert "would be replaced" in result.err or "ends in .json" in result.err
+    assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
+
+
 def test_ctrl_c_is_said_in_a_line(chain: Path) -> None:
     program = """if True:
         import os, signal, sys

@@ -88,7 +88,7 @@ def test_the_tables_say_what_was_done(read: dict[str, Any]) -> None:
     assert refused[1][0] == "MatMul2"
     assert "Mod by 15, not 16" in refused[1][1]
     assert refused[1][2]
-    assert read["heading"].startswith("rewrite of m.onnx to out.onnx by lut4tool")
+    assert read["heading"].startswith("rewrite: m.onnx to out.onnx, by lut4tool")
 
 
 def test_the_bars_are_drawn_to_one_scale(read: dict[str, Any]) -> None:
