@@ -274,6 +274,28 @@ def blocks_of_rows(w: Writer) -> str:
     return w.node("Transpose", w.node("Reshape", product, [w.rows, w.cols]), perm=[1, 0])
 
 
+@form
+def blocks_of_rows_by_a_zero(w: Writer) -> str:
+    """Reshape [0, -1], which keeps the first dimension."""
+    codes, scales = w.codes(w.rows, w.cols), w.floats(w.rows, w.cols // w.block)
+    w.weight = w.flat(codes, scales.reshape(-1)).T
+    index = w.node("Reshape", w.pairs(w.constant(packed(codes), "dec/packed")), [w.rows, w.cols // w.block, w.block])
+    product = w.node("Mul", w.node("Gather", NF4, index), w.constant(scales[..., None], "dec/scales"))
+    return w.node("Transpose", w.node("Reshape", product, [0, -1]), perm=[1, 0])
+
+
+@form
+def cut_from_the_end(w: Writer) -> str:
+    """A Slice of everything, as exporters write [:], then one to a count from the end; both on axis -1."""
+    codes, scales = canonical_parts(w)
+    w.weight = w.flat(codes, scales)
+    index = w.node("Reshape", w.pairs(w.constant(packed(codes), "dec/packed")), [-1, w.block])
+    product = w.node("Mul", w.node("Gather", NF4, index), w.constant(scales[:, None], "dec/scales"))
+    flat = w.node("Slice", w.node("Reshape", product, [-1]), [0], [np.iinfo(np.int64).max], [-1])
+    left_out = codes.size - w.rows * w.cols
+    return w.node("Reshape", w.node("Slice", flat, [0], [-left_out], [-1]), [w.rows, w.cols])
+
+
 def in_columns(w: Writer, index: str, codes: np.ndarray, scales: np.ndarray) -> str:
     """[K / b, b, N] times [K / b, 1, N]."""
     w.weight = NF4[codes] * np.repeat(scales, w.block, axis=0)

@@ -34,17 +34,17 @@ def steps_before(trail: Trail, value: Value, at: Place, *ops: str) -> tuple[list
 
 
 def _slice_end(trail: Trail, cut: Place) -> Literal:
-    """The end of a Slice [0 : end] of axis 0."""
+    """The end of a Slice [0 : end] of the only axis."""
     start, end = trail.literal(cut, 1), trail.literal(cut, 2)
     axes, steps = trail.literal(cut, 3, absent=(0,)), trail.literal(cut, 4, absent=(1,))
     cut.require(start.is_list(0), "Slice from {}, not from [0]", start)
     cut.require(end.dims == (1,), "Slice to {}, not to [rows * cols]", end)
-    cut.require(axes.is_list(0), "Slice on axes {}, not [0]", axes)
+    cut.require((axes.values, axes.dims) in (((0,), (1,)), ((-1,), (1,))), "Slice on axes {}, not [0]", axes)
     cut.require(steps.is_list(1), "Slice with steps {}, not [1]", steps)
     return end
 
 
-# allowzero, which PyTorch's exporter writes, speaks of zeros: no shape that passes here has one.
+# allowzero, which PyTorch's exporter writes, speaks of zeros in a target: affine.py takes none, _reshaped reads it.
 _FREE = {"Cast": ("to",), "Reshape": ("allowzero",), "Transpose": ("perm",)}
 _SAID = {
     "Cast": lambda trail, at: attribute(at, "to"),
@@ -69,8 +69,9 @@ def shaped(shape: Shape, steps: Sequence[Step], targets: dict[str, Shape] | None
             shape = _unsqueezed(shape, step.place, step.said)
         elif step.op == "Slice":
             step.place.require(len(shape) == 1, "Slice of a value of shape {}, not of flat elements", list(shape))
-            end = step.said.values[0]
-            step.place.require(0 < end <= shape[0], f"Slice to [{end}] of {shape[0]} elements, not to 1 to {shape[0]}")
+            (said,), (size,) = step.said.values, shape
+            end = min(said, size) if said >= 0 else size + said  # beyond the last, as exporters write "all": the last
+            step.place.require(end > 0, f"Slice to [{said}] of {size} elements, not to 1 to {size}")
             shape = (end,)
     return shape
 
@@ -78,6 +79,8 @@ def shaped(shape: Shape, steps: Sequence[Step], targets: dict[str, Shape] | None
 def _reshaped(shape: Shape, place: Place, target: Literal) -> Shape:
     place.require(len(target.dims) == 1, "Reshape to {}, not to a list of dimensions", target)
     dims, size = list(target.values), math.prod(shape)
+    if 0 in dims and not attribute(place, "allowzero", 0):  # a zero stands for the dimension that is there
+        dims = [shape[at] if dim == 0 and at < len(shape) else dim for at, dim in enumerate(dims)]
     fits = all(dim > 0 or dim == -1 for dim in dims) and dims.count(-1) <= 1
     rest = math.prod(dim for dim in dims if dim > 0)
     place.require(fits and size % rest == 0, "Reshape of {} elements to {}, which they do not fill", size, target)
