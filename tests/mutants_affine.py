@@ -271,7 +271,7 @@ BYTES = [
 
 # affine.py: arithmetic.
 STEPS = [
-    mutant("not turned", "weight [N, K] with no Transpose", inputs("MatMul", "x", "Cut"), **ARITHMETIC),
+    mutant("not turned", "no Transpose of a weight [N, K]", inputs("MatMul", "x", "Cut"), **ARITHMETIC),
     mutant("matrix", "Reshape to [6, 6, 2], not to [6, 12]", literal("ToMatrix", 1, [6, 6, 2]), **ARITHMETIC),
     mutant("matrix of rank 2", "not to [6, 12]", literal("ToMatrix", 1, [[6, 12]]), **ARITHMETIC),
     mutant("matrix turned", "Reshape to [12, 6], not to [6, 12]", literal("ToMatrix", 1, [12, 6]), **ARITHMETIC),

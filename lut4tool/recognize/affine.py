@@ -266,7 +266,7 @@ def arithmetic(walk: Walk, site: Place, weight: Value, flipped: bool) -> Proof:
     """
     trail = Trail(walk)
     transposed, cast, value, at = _turned(trail, weight, site)
-    at.require(transposed != flipped, "weight [N, K] with no Transpose before the product, which QMM has")
+    at.require(transposed != flipped, "no Transpose of a weight [N, K] before the product, which QMM has")
     sliced = None
     if trail.op_type(value) == "Slice":
         at = sliced = trail.node(value, "Slice", at)
