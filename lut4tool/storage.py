@@ -156,10 +156,12 @@ def external_tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
                 tensors += (sparse.values, sparse.indices)
         for node in body.node:
             for attribute in node.attribute:
-                tensors += (attribute.t, *attribute.tensors)
-                for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
+                holds = attribute.HasField  # reading a field that is not there makes one
+                tensors += (*([attribute.t] if holds("t") else ()), *attribute.tensors)
+                single = [attribute.sparse_tensor] if holds("sparse_tensor") else ()
+                for sparse in (*single, *attribute.sparse_tensors):
                     tensors += (sparse.values, sparse.indices)
-                bodies += (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs
+                bodies += (*([attribute.g] if holds("g") else ()), *attribute.graphs)
     return [tensor for tensor in tensors if is_external(tensor)]
 
 
