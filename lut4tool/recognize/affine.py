@@ -14,7 +14,8 @@ from lut4tool.recognize import qmm
 from lut4tool.recognize.layout import Axis, Laid
 from lut4tool.recognize.proof import Product, Proof
 from lut4tool.recognize.qmm import Found, Grid, Types
-from lut4tool.recognize.walk import Constant, Place, Trail, Value, Walk, attribute, type_name
+from lut4tool.recognize.trail import Trail
+from lut4tool.recognize.walk import Constant, Place, Value, Walk, attribute, type_name
 
 Chain = Callable[[Walk, Place, Value, bool], Proof]
 

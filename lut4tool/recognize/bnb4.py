@@ -12,7 +12,8 @@ from lut4tool.recognize import packing
 from lut4tool.recognize.layout import Axis, Cut, Laid, flattened
 from lut4tool.recognize.lookup import Leaves
 from lut4tool.recognize.proof import Product, Proof
-from lut4tool.recognize.walk import OPSETS, Constant, Place, Trail, Walk
+from lut4tool.recognize.trail import Trail
+from lut4tool.recognize.walk import OPSETS, Constant, Place, Walk
 
 #: Attributes and their defaults; those without one are required.
 _ATTRIBUTES: Mapping[str, int | None] = {

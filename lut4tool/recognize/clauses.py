@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lut4tool.formats import DTYPE_NAME
-from lut4tool.recognize.walk import Literal, Place, Trail, Value, attribute, type_name
+from lut4tool.recognize.trail import Trail
+from lut4tool.recognize.walk import Literal, Place, Value, attribute, type_name
 
 Shape = tuple[int, ...]
 

@@ -16,7 +16,8 @@ from lut4tool.recognize.clauses import Shape, Step, rounded, shaped, steps_befor
 from lut4tool.recognize.layout import Laid
 from lut4tool.recognize.placing import Codes, Lookup, Scales, flat_block, place
 from lut4tool.recognize.proof import Product, Proof
-from lut4tool.recognize.walk import Argument, Constant, Place, Trail, Value, Walk, attribute, type_name
+from lut4tool.recognize.trail import Trail
+from lut4tool.recognize.walk import Argument, Constant, Place, Value, Walk, attribute, type_name
 
 _UNSIGNED = frozenset({TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64})
 #: Types that hold every byte.

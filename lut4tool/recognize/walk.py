@@ -6,8 +6,6 @@ A question with no provable answer raises Refuse. Nothing here knows a chain; no
 from __future__ import annotations
 
 import functools
-import math
-import struct
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
@@ -17,12 +15,10 @@ from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, SparseTen
 
 from lut4tool.formats import DTYPE_NAME
 from lut4tool.recognize.proof import Site, Step
-from lut4tool.storage import StorageError, Tensors
+from lut4tool.storage import Tensors
 
 #: A literal has at most so many elements: the codebook is the largest.
 LITERAL_ELEMENTS = 16
-#: A walk passes at most so many nodes: nodes that read one another in a circle have no end.
-LONGEST_WALK = 1000
 #: Versions of the standard operators that the chains were proved for.
 OPSETS = range(13, 29)
 
@@ -31,19 +27,9 @@ VENDOR = "com.microsoft"
 PRODUCTS = (("", "MatMul"), ("", "Gemm"), (VENDOR, "FusedMatMul"))
 VENDOR_PRODUCTS = ((VENDOR, "MatMulBnb4"), (VENDOR, "MatMulNBits"))
 
-_STANDARD = ("", "ai.onnx")
+STANDARD = ("", "ai.onnx")
 _TYPES = {number: name for name, number in TensorProto.DataType.items()}
 _INTEGERS = frozenset(number for number, name in _TYPES.items() if name.removeprefix("U").startswith("INT"))
-#: How a tensor stores the integers that literals are: in raw data, and in its own field.
-_STORED: dict[int, tuple[str, str]] = {
-    TensorProto.UINT8: ("B", "int32_data"),
-    TensorProto.INT16: ("h", "int32_data"),
-    TensorProto.UINT16: ("H", "int32_data"),
-    TensorProto.INT32: ("i", "int32_data"),
-    TensorProto.UINT32: ("I", "uint64_data"),
-    TensorProto.INT64: ("q", "int64_data"),
-    TensorProto.UINT64: ("Q", "uint64_data"),
-}
 #: Attributes of a Constant that hold numbers, besides `value`: where, and of which type.
 _NUMBERS = {"value_int": ("i", 7), "value_ints": ("ints", 7), "value_float": ("f", 1), "value_floats": ("floats", 1)}
 _RANDOM = frozenset(
@@ -234,7 +220,7 @@ class Walk:
 
     def _enter(self, body: GraphProto | FunctionProto, function: int | None, prefix: str, imports: Any) -> Scope:
         """Read a body and its subgraphs, in graph order."""
-        versions = {entry.version for entry in imports if entry.domain in _STANDARD}
+        versions = {entry.version for entry in imports if entry.domain in STANDARD}
         root = self._scope(body, None, function, (), prefix, versions.pop() if len(versions) == 1 else 0)
         waiting: list[tuple[Scope, Iterator[tuple[int, NodeProto]]]] = [(root, iter(enumerate(root.nodes)))]
         while waiting:
@@ -327,7 +313,7 @@ class Walk:
 
     def is_standard(self, node: NodeProto, op: str) -> bool:
         """Whether the node is the ONNX operator `op`, not a model's own function of that name."""
-        return node.op_type == op and node.domain in _STANDARD and not self.is_own(node)
+        return node.op_type == op and node.domain in STANDARD and not self.is_own(node)
 
     def is_own(self, node: NodeProto) -> bool:
         """Whether the node calls a function of the model."""
@@ -449,104 +435,6 @@ class Walk:
         return _constant_tensor(Place(value.scope, found))
 
 
-class Trail:
-    """One walk from a product's weight to its constants, which remembers the nodes it passes."""
-
-    def __init__(self, walk: Walk) -> None:
-        self.walk = walk
-        self.passed: list[Place] = []
-        self.literals: dict[str, TensorProto] = {}
-        self._steps = 0
-
-    def input(self, place: Place, index: int) -> Value:
-        """The value behind a node's input, its Identity nodes passed."""
-        value = self.walk.find(place.scope, place.node.input[index], place)
-        end = self.walk.source(value, place)
-        while value != end:
-            assert isinstance(value.definition, NodeProto)
-            self.passed.append(Place(value.scope, value.definition))
-            value = self.walk.find(value.scope, value.definition.input[0], place)
-        return end
-
-    def op_type(self, value: Value) -> str:
-        """What makes a value: an operator's name, "initializer" or "input"."""
-        found = value.definition
-        if isinstance(found, NodeProto):
-            return found.op_type
-        return "input" if isinstance(found, Argument) else "initializer"
-
-    def node(self, value: Value, op: str, at: Place, *free: str) -> Place:
-        """The node that makes a value, checked: the ONNX operator `op`, each attribute at its default or `free`.
-
-        free: attributes whose value the chain reads itself.
-        """
-        found = value.definition
-        if not isinstance(found, NodeProto) or not self.walk.is_standard(found, op):
-            self.refuse(value, at, op)
-        place = Place(value.scope, found)
-        self._steps += 1
-        if self._steps > LONGEST_WALK:
-            place.refuse(f"a walk of over {LONGEST_WALK} nodes, as in a cycle; a chain has fewer")
-        check(place, free)
-        self.passed.append(place)
-        return place
-
-    def refuse(self, value: Value, at: Place, expected: str) -> NoReturn:
-        """Stop at what makes a value where something else is expected: at the node, or where an initializer is read."""
-        found = value.definition
-        if isinstance(found, NodeProto):
-            Place(value.scope, found).refuse(f"{_described(found)}, not {expected}")
-        at.refuse(f"{self.op_type(value)} '{value.name}', not the output of {expected}")
-
-    def literal(
-        self, place: Place, index: int, absent: tuple[int, ...] | None = None, kind: int = TensorProto.INT64
-    ) -> Literal:
-        """A literal of one integer type; `absent` is what a missing optional input means, a list."""
-        if absent is not None and (len(place.node.input) <= index or not place.node.input[index]):
-            return Literal(absent, (len(absent),))
-        value = self.input(place, index)
-        if isinstance(value.definition, Argument):
-            place.refuse(f"literal '{value.name}' is an input; an initializer or a Constant is expected")
-        tensor = self.walk.constant(value, place).tensors[0]
-        if tensor.data_type != kind:
-            place.refuse(f"literal '{value.name}' is {type_name(tensor.data_type)}, not {type_name(kind)}")
-        size = math.prod(tensor.dims)
-        if size > LITERAL_ELEMENTS:
-            place.refuse(f"literal '{value.name}' has {size} elements, more than {LITERAL_ELEMENTS}")
-        if tensor.data_location == TensorProto.EXTERNAL:
-            tensor = self._inside(tensor, value, place)
-        if tensor.HasField("segment"):
-            place.refuse(f"literal '{value.name}' is stored in segments, which ONNX runtimes do not read")
-        raw, (letter, stored) = tensor.raw_data, _STORED[kind]
-        width = struct.calcsize(f"<{letter}")
-        values = (
-            struct.unpack(f"<{len(raw) // width}{letter}", raw[: len(raw) // width * width])
-            if tensor.HasField("raw_data")
-            else tuple(getattr(tensor, stored))
-        )
-        if len(values) != size or len(raw) % width:
-            place.refuse(f"literal '{value.name}' holds {len(raw) or len(values)} bytes or values, not {size} values")
-        if isinstance(value.definition, NodeProto):
-            self.passed.append(Place(value.scope, value.definition))
-        else:
-            self.literals[value.name] = tensor
-        return Literal(values, tuple(tensor.dims))
-
-    def _inside(self, tensor: TensorProto, value: Value, place: Place) -> TensorProto:
-        """A literal whose data is in a file, with that data."""
-        if self.walk.tensors is None:
-            place.refuse(f"literal '{value.name}' is external data, and no folder is given to read it from")
-        try:
-            return onnx.numpy_helper.from_array(self.walk.tensors.array(tensor), value.name)
-        except StorageError as error:
-            place.refuse(f"literal '{value.name}' cannot be read: {error}")
-
-    def nodes(self) -> tuple[NodeProto, ...]:
-        """The nodes passed, each once, in topological order: a node's last visit comes before its inputs' last."""
-        last = {id(place.node): place.node for place in reversed(self.passed)}
-        return tuple(last.values())
-
-
 def check(place: Place, free: Collection[str] = ()) -> None:
     """Refuse a node with inputs, outputs or attributes that onnx's schema, of the scope's version, does not have.
 
@@ -652,13 +540,9 @@ def _signature(op: str, opset: int) -> tuple[int, int, dict[str, tuple[int, Any]
     return schema.min_input, schema.max_input, attributes
 
 
-def _described(node: NodeProto) -> str:
-    return node.op_type if node.domain in _STANDARD else f"{node.domain}::{node.op_type}"
-
-
 def _text(value: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def _domain(domain: str) -> str:
-    return "" if domain in _STANDARD else domain
+    return "" if domain in STANDARD else domain

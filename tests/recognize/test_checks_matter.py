@@ -24,7 +24,7 @@ from lut4tool.recognize import recognize, walk
 
 FOLDER = Path(lut4tool.recognize.__file__).parent
 #: Callees first.
-FILES = ("walk", "clauses", "placing", "lookup", "qmm", "affine", "nbits", "bnb4", "chains", "products")
+FILES = ("walk", "trail", "clauses", "placing", "lookup", "qmm", "affine", "nbits", "bnb4", "chains", "products")
 MODULES = {name: f"lut4tool.recognize.{name}" for name in FILES}
 MODULES["__init__"] = "lut4tool.recognize"
 
