@@ -66,8 +66,8 @@ REFUSED = {
     "MatMulBnb4 with quant_type 2, not 0 (FP4) or 1 (NF4)": edit("quant_type", 2),
     "MatMulBnb4 with block_size 24, not a power of two": edit("block_size", 24),
     "MatMulBnb4 with block_size 8, not a power of two from 16": edit("block_size", 8),
-    "MatMulBnb4 with K 0 and N 10, not positive": edit("K", 0),
-    "MatMulBnb4 with K 24 and N -1, not positive": edit("N", -1),
+    "MatMulBnb4 with K 0 and N 10, not both positive": edit("K", 0),
+    "MatMulBnb4 with K 24 and N -1, not both positive": edit("N", -1),
     "MatMulBnb4 with unknown attribute 'bits'": edit("bits", 4),
     "MatMulBnb4 with K that is not a written INT": lambda model: edit("K", 1.5)(model),  # type: ignore[arg-type]
     "B 'B', UINT8 [119], is not [120]": tensor("B", np.zeros(119, np.uint8)),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from lut4tool.formats import CODEBOOKS, DTYPE_NAME, LOOKUP4_MATMUL, ONNX_DTYPE, lookup4_attributes
-from lut4tool.recognize import packing
+from lut4tool.recognize import packing, vendor
 from lut4tool.recognize.layout import Axis, Cut, Laid, flattened
 from lut4tool.recognize.lookup import Leaves
 from lut4tool.recognize.proof import Product, Proof
@@ -32,8 +32,10 @@ def matmul_bnb4(walk: Walk, site: Place) -> Proof:
     site.require(site.scope.opset in OPSETS, f"opset {site.scope.opset}, not one of {OPSETS[0]} to {OPSETS[-1]}")
     site.require(len(node.input) == 3 and all(node.input), "MatMulBnb4 without A, B or absmax, or with more inputs")
     site.require(len(node.output) == 1, f"MatMulBnb4 with {len(node.output)} outputs, not one")
-    facts = _facts(site)
-    rows, cols, block, table = facts["N"], facts["K"], facts["block_size"], _CODEBOOKS[facts["quant_type"]]
+    facts = vendor.facts(site, _ATTRIBUTES)
+    kind = facts["quant_type"]
+    site.require(kind in _CODEBOOKS, f"MatMulBnb4 with quant_type {kind}, not 0 (FP4) or 1 (NF4)")
+    rows, cols, block, table = facts["N"], facts["K"], facts["block_size"], _CODEBOOKS[kind]
     count, blocks = (rows * cols + 1) // 2, -(-rows * cols // block)
     walk.find(site.scope, node.input[0], site)
     values = [walk.source(walk.find(site.scope, name, site), site) for name in node.input[1:]]
@@ -67,24 +69,6 @@ def matmul_bnb4(walk: Walk, site: Place) -> Proof:
         cut=Cut(blocks, block, product, "float32", {packed.name: Axis(0, 2), scales.name: Axis(0, block)}),
         opset=site.scope.opset,
     )
-
-
-def _facts(site: Place) -> dict[str, Any]:
-    """The attributes by name, defaults filled in. Raises Refuse."""
-    facts: dict[str, Any] = dict(_ATTRIBUTES)
-    for written in site.node.attribute:
-        site.require(written.name in _ATTRIBUTES, f"MatMulBnb4 with unknown attribute '{written.name}'")
-        is_int = written.type == AttributeProto.INT and not written.ref_attr_name
-        site.require(is_int, f"MatMulBnb4 with {written.name} that is not a written INT")
-        facts[written.name] = written.i
-    for name, value in facts.items():
-        site.require(value is not None, f"MatMulBnb4 without {name}")
-    block, kind = facts["block_size"], facts["quant_type"]
-    site.require(facts["K"] > 0 and facts["N"] > 0, f"MatMulBnb4 with K {facts['K']} and N {facts['N']}, not positive")
-    power = block >= 16 and block & (block - 1) == 0
-    site.require(power, f"MatMulBnb4 with block_size {block}, not a power of two from 16 on")
-    site.require(kind in _CODEBOOKS, f"MatMulBnb4 with quant_type {kind}, not 0 (FP4) or 1 (NF4)")
-    return facts
 
 
 def _flat(site: Place, what: str, constant: Constant, count: int) -> str | Laid:

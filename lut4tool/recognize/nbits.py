@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from onnx import AttributeProto, NodeProto, TensorProto, helper
+from onnx import NodeProto, TensorProto, helper
 
 from lut4tool.formats import ONNX_DTYPE
-from lut4tool.recognize import qmm
+from lut4tool.recognize import qmm, vendor
 from lut4tool.recognize.layout import Axis, Laid
 from lut4tool.recognize.proof import Product, Proof
 from lut4tool.recognize.qmm import Found, Grid, Types
@@ -33,7 +33,9 @@ def matmul_nbits(walk: Walk, site: Place) -> Proof:
     chain is this definition in standard nodes.
     """
     given = _given(walk, site)
-    facts = _facts(site)
+    facts = vendor.facts(site, _ATTRIBUTES)
+    site.require(facts["bits"] == 4, f"MatMulNBits of {facts['bits']} bits, not 4")
+    site.require(not facts["weight_prepacked"], f"MatMulNBits with weight_prepacked {facts['weight_prepacked']}, not 0")
     grid = Grid(facts["K"], facts["N"], facts["block_size"], 1)
     constants = {
         name: walk.constant(walk.find(site.scope, given[name], site), site)
@@ -81,25 +83,6 @@ def _given(walk: Walk, site: Place) -> dict[str, str]:
         if name in given:
             walk.find(site.scope, given[name], site)
     return given
-
-
-def _facts(site: Place) -> dict[str, Any]:
-    """The attributes by name, defaults filled in. Raises Refuse."""
-    facts: dict[str, Any] = dict(_ATTRIBUTES)
-    for written in site.node.attribute:
-        site.require(written.name in _ATTRIBUTES, f"MatMulNBits with unknown attribute '{written.name}'")
-        is_int = written.type == AttributeProto.INT and not written.ref_attr_name
-        site.require(is_int, f"MatMulNBits with {written.name} that is not a written INT")
-        facts[written.name] = written.i
-    for name, value in facts.items():
-        site.require(value is not None, f"MatMulNBits without {name}")
-    depth, columns, block = facts["K"], facts["N"], facts["block_size"]
-    site.require(facts["bits"] == 4, f"MatMulNBits of {facts['bits']} bits, not 4")
-    site.require(not facts["weight_prepacked"], f"MatMulNBits with weight_prepacked {facts['weight_prepacked']}, not 0")
-    site.require(depth > 0 and columns > 0, f"MatMulNBits with K {depth} and N {columns}, not both positive")
-    power = block >= 16 and block & (block - 1) == 0
-    site.require(power, f"MatMulNBits with block_size {block}, not a power of two from 16 on")
-    return facts
 
 
 class _Part(NamedTuple):

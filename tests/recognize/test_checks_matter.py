@@ -24,7 +24,20 @@ from lut4tool.recognize import recognize, walk
 
 FOLDER = Path(lut4tool.recognize.__file__).parent
 #: Callees first.
-FILES = ("walk", "trail", "clauses", "placing", "lookup", "qmm", "affine", "nbits", "bnb4", "chains", "products")
+FILES = (
+    "walk",
+    "trail",
+    "clauses",
+    "placing",
+    "lookup",
+    "vendor",
+    "qmm",
+    "affine",
+    "nbits",
+    "bnb4",
+    "chains",
+    "products",
+)
 MODULES = {name: f"lut4tool.recognize.{name}" for name in FILES}
 MODULES["__init__"] = "lut4tool.recognize"
 
@@ -48,7 +61,14 @@ KEPT = {
 
 
 #: Modules whose checks mutants of their own show; they are recognized with the vendor's operators.
-OWN = {"qmm": AFFINE, "affine": AFFINE, "nbits": AFFINE, "bnb4": BNB4, "__init__": [*MUTANTS, *AFFINE]}
+OWN = {
+    "qmm": AFFINE,
+    "affine": AFFINE,
+    "nbits": AFFINE,
+    "bnb4": BNB4,
+    "vendor": [*AFFINE, *BNB4],
+    "__init__": [*MUTANTS, *AFFINE],
+}
 
 
 @dataclass(frozen=True, eq=False)
