@@ -152,6 +152,8 @@ def _use_obstacle(node: onnx.NodeProto, index: int) -> str | None:
         return f"it is also used by {what}, which needs it whole"
     if index != 1:
         return f"it is input {index} of {what}; the chain takes the place of input 1"
+    if len(node.output) != 1:
+        return f"{what} has {len(node.output)} outputs; one is quantized"
     if node.op_type == "Gemm":
         given = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0} | _attributes(node)
         odd = [f"{name} {given[name]}" for name in ("alpha", "beta", "transA") if given[name] != (name != "transA")]

@@ -302,6 +302,7 @@ def test_a_shared_weight_is_quantized_once_also_behind_identity_and_transpose():
         (helper.make_node("Gather", ["w", "i"], ["z"], "embedding"), "also used by Gather 'embedding'"),
         (helper.make_node("MatMul", ["w", "x_t"], ["z"], "left"), "input 0 of MatMul 'left'"),
         (helper.make_node("Transpose", ["w"], ["z"]), "an output of the graph"),
+        (helper.make_node("Gemm", ["x", "w", "i"], [], "mute"), "Gemm 'mute' has 0 outputs; one is quantized"),
     ],
 )
 def test_a_weight_that_something_else_needs_is_left(other, words):

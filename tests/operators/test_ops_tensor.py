@@ -180,6 +180,13 @@ def test_split_that_does_not_add_up_is_an_error():
         run("Split", np.zeros(4, np.float32), ints(1, 1), outputs=2)
 
 
+def test_split_makes_no_more_parts_than_the_node_has_outputs():
+    """Of 2^40 parts the first two have an element each; the others, never listed, the rest."""
+    first, second = run("Split", np.arange(6, dtype=np.float32), outputs=2, num_outputs=1 << 40)
+    np.testing.assert_array_equal(first, [0])
+    np.testing.assert_array_equal(second, [1])
+
+
 def test_squeeze_of_a_larger_axis_is_an_error():
     with pytest.raises(RunError, match=r"axis 1 of shape \[3, 4, 2\] is not 1"):
         run("Squeeze", X, ints(1))

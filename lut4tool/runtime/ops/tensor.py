@@ -79,22 +79,23 @@ def _pieces(xp: Any, x: Any, sizes: Sequence[int], axis: int) -> tuple[Any, ...]
     return tuple(xp.split(x, np.cumsum(sizes)[:-1].tolist(), axis=axis))
 
 
-def _equal(length: int, parts: int) -> list[int]:
-    """Equal pieces, the last one smaller where they do not divide the length."""
+def _equal(length: int, parts: int, outputs: int) -> list[int]:
+    """Equal pieces, the last one smaller where they do not divide the length; those past the outputs are one."""
     step = -(-length // parts)
-    return [max(0, min(step, length - index * step)) for index in range(parts)]
+    sizes = [max(0, min(step, length - index * step)) for index in range(min(parts, outputs))]
+    return [*sizes, length - sum(sizes)] if parts > outputs else sizes
 
 
 @op("Split", since=2, until=12, prepare=prepared.split)
 def split_attribute(xp: Any, x: Any, *, axis: int = 0, split: Sequence[int] | None = None, outputs: int) -> Any:
     """Sizes as an attribute; equal parts by default."""
-    return _pieces(xp, x, split or _equal(x.shape[axis], outputs), axis)
+    return _pieces(xp, x, split or _equal(x.shape[axis], outputs, outputs), axis)
 
 
 @op("Split", since=13, until=17, host=(1,), prepare=prepared.split)
 def split_input(xp: Any, x: Any, split: Any = None, *, axis: int = 0, outputs: int) -> Any:
     """Sizes as an input; equal parts by default."""
-    return _pieces(xp, x, _equal(x.shape[axis], outputs) if split is None else split.tolist(), axis)
+    return _pieces(xp, x, _equal(x.shape[axis], outputs, outputs) if split is None else split.tolist(), axis)
 
 
 @op("Split", since=18, host=(1,), prepare=prepared.split)
@@ -102,7 +103,7 @@ def split_parts(
     xp: Any, x: Any, split: Any = None, *, axis: int = 0, num_outputs: int | None = None, outputs: int
 ) -> Any:
     """Sizes as an input or a number of parts, the last of which may be smaller."""
-    sizes = _equal(x.shape[axis], num_outputs or outputs) if split is None else split.tolist()
+    sizes = _equal(x.shape[axis], num_outputs or outputs, outputs) if split is None else split.tolist()
     return _pieces(xp, x, sizes, axis)
 
 
