@@ -140,6 +140,7 @@ def rewrite(
     json_output: JsonOption = False,
 ) -> None:
     """Replace each proved 4-bit decode chain with one node that keeps the weight packed."""
+    from lut4tool import tables
     from lut4tool.rewrite import rewrite as rewrite_file
 
     if report is not None and report.suffix not in (".json", ".html"):
@@ -170,12 +171,12 @@ def rewrite(
         _print_json(document)
     else:
         console = _console()
-        _print_sites(console, document, "rewritten")
+        tables.print_sites(console, document, "rewritten")
         for note in result.notes:
             console.print(note)
         if document["rewritten"]:
             verb = "would write" if dry_run else "wrote"
-            console.print(f"{verb} {target}: {_sizes(document)}")
+            console.print(f"{verb} {target}: {tables.sizes(document)}")
         else:
             console.print("nothing to rewrite; nothing written")
         if report is not None:
@@ -191,45 +192,6 @@ def _write_report(path: Path, report: RewriteReport, title: str) -> None:
 
     text = json.dumps(report.to_json(), indent=2) if path.suffix == ".json" else page(report, title)
     write_atomic(path, text.encode(errors="backslashreplace"))
-
-
-def _sizes(document: dict[str, Any]) -> str:
-    """The sizes of a rewrite in one line."""
-    after, before = _size(document["output_bytes"]), _size(document["input_bytes"])
-    packed, dense = _size(document["packed_bytes"]), _size(document["dense_bytes"])
-    return f"{after} (was {before}); weights {packed} packed, {dense} if decoded"
-
-
-def _print_sites(console: Console, document: dict[str, Any], key: str) -> None:
-    """Print the table of proved sites and the sentence of each refusal."""
-    from rich.table import Table
-
-    if document[key]:
-        table = Table(title=f"{len(document[key])} {key}", title_justify="left")
-        headings = ["node", "operator", "rows x cols", "block", "weight type", "bytes"]
-        headings += ["checked"] if key == "rewritten" else ["chain", "packed", "decoded", "onnxruntime"]
-        for heading in headings:
-            table.add_column(heading, overflow="fold")
-        for site in document[key]:
-            row = [site["node"], site["op"], f"{site['rows']} x {site['cols']}"]
-            row += [str(site["block_size"]), site["weight_dtype"], site["bytes"]]
-            table.add_row(*row, *(_checked(site) if key == "rewritten" else _costs(site)))
-        console.print(table)
-    for refusal in document["refused"]:
-        console.print(f"refused: {refusal['node']}: {refusal['reason']}")
-
-
-def _checked(site: dict[str, Any]) -> list[str]:
-    """How the witness of a rewritten site looked."""
-    witness = site["witness"]
-    return ["all elements" if witness["all"] else f"{witness['compared']:,} elements"]
-
-
-def _costs(site: dict[str, Any]) -> list[str]:
-    """The chain of a found site, and its weight's bytes: packed, decoded, and while onnxruntime loads it."""
-    folded = site["onnxruntime_bytes"]
-    theirs = "not folded" if folded is None else _size(folded)
-    return [site["chain"], _size(site["packed_bytes"]), _size(site["dense_bytes"]), theirs]
 
 
 @app.command()
@@ -273,6 +235,7 @@ def expand(
 @app.command()
 def inspect(model: ModelArgument, vendor: VendorOption = False, json_output: JsonOption = False) -> None:
     """Say which chains are found, which are refused and why, and what the weights cost packed and dense."""
+    from lut4tool import tables
     from lut4tool.recognize.summary import summarize
 
     summary = summarize(model, vendor)
@@ -281,7 +244,7 @@ def inspect(model: ModelArgument, vendor: VendorOption = False, json_output: Jso
         _print_json(document)
         return
     console = _console()
-    _print_sites(console, document, "found")
+    tables.print_sites(console, document, "found")
     if not document["found"] and not document["refused"]:
         console.print("no 4-bit decode chain found")
     operators = ", ".join(f"{name} {count}" for name, count in document["operators"].items())
@@ -348,6 +311,7 @@ def run(
     """Run a model with MLX and print its outputs, times and the kernels that served."""
     import time
 
+    from lut4tool import tables
     from lut4tool.recognize import recognize
     from lut4tool.runtime.running import run_model
     from lut4tool.runtime.session import Runtime
@@ -398,7 +362,7 @@ def run(
     if json_output:
         _print_json(document)
     else:
-        _print_run(_console(), document)
+        tables.print_run(_console(), document)
         for path in filter(None, (outputs, profile)):
             _console().print(f"wrote {path}")
     if left:
@@ -409,44 +373,6 @@ def run(
         )
     if any(not row["within"] for row in document["expected"]):
         raise typer.Exit(DIFFERS)
-
-
-def _print_run(console: Console, document: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table(title="outputs", title_justify="left")
-    for heading in ("name", "type", "shape", "min", "mean", "max"):
-        table.add_column(heading, overflow="fold")
-    for row in document["outputs"]:
-        figures = [f"{row[key]:.6g}" if row[key] is not None else "-" for key in ("min", "mean", "max")]
-        table.add_row(row["name"], row["type"], str(row["shape"]), *figures)
-    console.print(table)
-    if document["expected"]:
-        table = Table(title="against the expected", title_justify="left")
-        for heading in ("name", "max abs", "max rel", "cosine", "NaN here / there", "within"):
-            table.add_column(heading, overflow="fold")
-        for row in document["expected"]:
-            nans = f"{row['nan']} / {row['nan_expected']}"
-            figures = [f"{row[key]:.3g}" if row[key] is not None else "-" for key in ("max_abs", "max_rel", "cosine")]
-            table.add_row(row["name"], *figures, nans, "yes" if row["within"] else f"no: {row['why']}")
-        console.print(table)
-    served: dict[str, list[str]] = {}
-    for kernel in document["kernels"]:
-        served.setdefault(kernel["kernel"], []).append(kernel["node"])
-    for kernel, nodes in served.items():
-        more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
-        console.print(f"{nodes[0]}{more}: served by {kernel}")
-    times = document["milliseconds"]
-    console.print(
-        f"load {document['load_milliseconds']:.1f} ms, run {times['median']:.2f} ms"
-        f" (median of {times['count']}; {times['min']:.2f} to {times['max']:.2f}) on {document['device']},"
-        f" peak memory {_size(document['peak_bytes'])}"
-    )
-    for row in document["profile"]:
-        what = f"{row['op']} {row['type']} {row['shape']}"
-        console.print(
-            f"{row['milliseconds']:9.3f} ms {row['count']:5d} x {what:40} {row['where']:10} {_size(row['bytes'])}"
-        )
 
 
 @app.command()

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from lut4tool.runtime import registry, types
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.binding import Call, Frame, bind, bind_either, bind_host
 from lut4tool.runtime.dtypes import load, numpy_dtype, on_host, to_device, to_numpy
+from lut4tool.runtime.folding import FILLED, FOLDED, quantized, widens
 from lut4tool.runtime.functions import body_of, infer_types, is_random, schema_of
 from lut4tool.runtime.fusion import fuse
 from lut4tool.runtime.graph import ABSENT, DROPPED, Graph, RunError, Step
@@ -33,16 +33,6 @@ from lut4tool.storage import StorageError, Tensors, is_external, nbytes
 
 __all__ = ["Node", "Plan", "RunError", "Unsupported", "plan"]
 
-#: A step whose constant inputs, and whose results, have at most this many elements is run once, while planning.
-FOLDED = 1 << 16
-#: Elements of the largest result of a ConstantOfShape that is made once, while planning.
-FILLED = 1 << 28
-#: On a CPU a chain of these operators on constants is folded where its result takes at most so many bytes for each
-#: byte of the file: an int8 weight becomes float32, as its product wants it; one of 4 bits stays as it is.
-WIDENED = 4
-_WIDENING = ("Cast", "DequantizeLinear", "Mul", "Sub", "Add", "Transpose")
-#: And these on floats: a weight that its producer has cut and put together comes out as its operator wants it.
-_MOVING = ("Concat", "Reshape", "Slice", "Squeeze", "Unsqueeze")
 #: Nodes that functions may bring in when they are inlined: some that call each other twice would have billions.
 INLINED = 1 << 16
 #: After so many problems the rest of a model is not looked at.
@@ -437,13 +427,13 @@ class _Planner:
     def fold(self, site: Site, call: Call) -> bool:
         """Run a step now where all its inputs are small constants and so are its results (those of Constant: any).
 
-        On a CPU also where it makes a weight of bytes a float one: see WIDENED.
+        On a CPU also where it makes a weight of bytes a float one: see folding.WIDENED.
         """
         constants = [value.constant for value in site.inputs if value.constant is not None]
         given = [value for value in site.inputs if not value.absent]
         if len(constants) < len(given):
             return False
-        widened = on_host() and _widens(site, constants)
+        widened = on_host() and widens(site, constants)
         if sum(constant.size for constant in constants) > FOLDED and not widened:
             return False
         try:
@@ -459,7 +449,7 @@ class _Planner:
         for output, part in zip(site.outputs, results, strict=False):
             if output:
                 constant = Constant(to_numpy(part), stored)
-                constant.quantized = _quantized(site, constants)
+                constant.quantized = quantized(site, constants)
                 self.define(output, Value(constant=constant), site.body.scope)
         return True
 
@@ -588,39 +578,6 @@ def _bound(site: Site, row: Operator, host: bool) -> Callable[..., Any]:
     attributes = {**site.attributes, "outputs": len(site.outputs)} if row.takes_outputs else site.attributes
     first = (np,) if host and row.takes_xp else ()
     return partial(row.run, *first, **attributes) if attributes or first else row.run
-
-
-def _quantized(site: Site, constants: Sequence[Constant]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
-    """What DequantizeLinear makes a matrix of: bytes [K, N], scale and zero point, one for all or one a column."""
-    if (site.domain, site.node.op_type) != ("", "DequantizeLinear") or site.attributes.get("block_size"):
-        return None
-    values: list[Any] = [constant.value for constant in constants]
-    matrix, scale, zero = (*values, None)[:3]
-    if matrix.ndim != 2 or matrix.dtype.name not in ("int8", "uint8") or scale.dtype != np.float32:
-        return None
-    columns = scale.ndim == 1 and site.attributes.get("axis", 1) in (1, -1) and scale.size == matrix.shape[1]
-    return (matrix, scale, zero) if columns or scale.size == 1 else None
-
-
-def _widens(site: Site, constants: Sequence[Constant]) -> bool:
-    """Whether a node's result is a float weight of at most WIDENED times the bytes that it is stored in."""
-    kind = site.node.op_type if site.domain == "" else ""
-    arrays = [constant.value for constant in constants]
-    if kind not in (*_WIDENING, *_MOVING) or not all(isinstance(array, np.ndarray) for array in arrays):
-        return False
-    if kind in _MOVING:
-        item = arrays[0].dtype.itemsize if arrays[0].dtype.kind == "f" else 0
-        size = sum(array.size for array in arrays) if kind == "Concat" else arrays[0].size
-    elif kind == "Cast":
-        target = numpy_dtype(site.attributes["to"])
-        size, item = arrays[0].size, target.itemsize if target.kind == "f" else 0
-    else:
-        floats = [array.dtype.itemsize for array in arrays if array.dtype.kind == "f"]
-        try:
-            size, item = prod(np.broadcast_shapes(*(array.shape for array in arrays))), max(floats, default=0)
-        except ValueError:  # scales of an axis or of blocks: the result is as large as the first input
-            size, item = arrays[0].size, max(floats, default=0)
-    return 0 < size * item <= WIDENED * sum(constant.stored for constant in constants)
 
 
 def _domain(domain: str) -> str:

@@ -20,6 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "formats": set(),
     "storage": {"native"},  # a map that is watched
     "encode": {"formats"},
+    "tables": {"storage"},  # sizes as text
     "native": {"formats"},
     "measure": {"runtime"},  # time and peak memory of a process
     "bench": {"formats", "native", "recognize", "runtime"},  # times of one product
@@ -51,6 +52,7 @@ ARROWS: dict[str, set[str]] = {
         "native",
         "demo",
         "bench",
+        "tables",
         "__init__",
     },
 }
