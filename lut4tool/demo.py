@@ -212,6 +212,8 @@ def demo(folder: Path, progress: Progress | None = None, dim: int = 1024, hidden
     paths[ORIGINAL].write_bytes(build_block(dim, hidden).SerializeToString(deterministic=True))
     report("build", 1, 1)
     result = rewrite(paths[ORIGINAL], paths[REWRITTEN], verify=True, force=True, progress=progress)
+    if result.refused:
+        raise DemoError(result.refused[0].reason)
     random = np.random.default_rng(1)
     feeds = {name: random.standard_normal((_ROWS, dim), np.float32) for name in ("x", "dy")}
 

@@ -221,6 +221,14 @@ def no_scales_in_half(w: Writer) -> str:
     return w.node("Cast", w.node("Gather", w.constant(NF4, "dec/codebook"), index), to=TensorProto.FLOAT16)
 
 
+@form
+def no_scales_of_a_code_an_element(w: Writer) -> str:
+    """The product reads what Gather gives, as it is."""
+    codes = w.codes(w.rows, w.cols)
+    w.weight = NF4[codes]
+    return w.node("Gather", w.constant(NF4, "dec/codebook"), w.constant(codes.astype(np.int64), "dec/packed"))
+
+
 def unpacked(w: Writer, dtype: Any, cast: int | None, shift: int = 0) -> str:
     codes, scales = w.codes(w.rows, w.cols), w.floats(w.rows * w.cols // w.block)
     w.weight = w.flat(codes, scales)

@@ -34,6 +34,7 @@ class Laid:
         give the same units of the tensor (along axis 0). Raises FormatError for values that have no layout.
     data_type: of onnx.TensorProto; shape: of the whole tensor.
     view: these are the bytes of its one source in another shape, so that they stay where they are.
+    partial: some values of the sources have no layout.
     """
 
     make: Callable[..., np.ndarray]
@@ -42,6 +43,7 @@ class Laid:
     data_type: int
     shape: tuple[int, ...]
     view: bool = False
+    partial: bool = False
 
 
 def flattened(array: np.ndarray) -> np.ndarray:
@@ -71,8 +73,8 @@ class Folded(NamedTuple):
 class Cut:
     """How a chain too large to be run whole is run, and its weight laid out, on some of its units only.
 
-    A unit of a lookup is so many flat elements of W that they begin and end with a block or lie in one; or, where
-    `output` is the chain's weight itself, whole rows of the new weight, as always for QMM (one).
+    A unit of a lookup is so many flat elements of W that they begin and end with a block or lie in one; or, with
+    `rows`, whole rows of the new weight, as always for QMM (one): `output` is the chain's weight then.
 
     count, size: units, and the elements of each; the last may reach past the weight.
     output, dtype: the value that the chain is run to, and its type.
@@ -88,6 +90,7 @@ class Cut:
     axes: Mapping[str, Axis]
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     folded: Mapping[str, Folded] = field(default_factory=dict)
+    rows: bool = False
 
 
 def take(array: np.ndarray, along: Axis, units: np.ndarray, size: int) -> np.ndarray:
@@ -155,7 +158,7 @@ class Layout:
         weight_dtype = DTYPE_NAME[facts["weight_dtype"]]
         if units is not None and cut is not None:
             elements = len(units) * cut.size
-            if cut.output == self.proof.weight:
+            if cut.rows:
                 sizes = elements // facts["cols"], facts["cols"], facts["block_size"]
             else:
                 sizes, weight_dtype = (len(units), cut.size, min(cut.size, facts["block_size"])), cut.dtype
@@ -170,6 +173,13 @@ class Layout:
             high_nibble_first=bool(facts["high_nibble_first"]),
             weight_dtype=weight_dtype,
         )
+
+    def require_values(self) -> None:
+        """Raise LayoutError where a constant holds a value that has no layout: all of what may hold one is read."""
+        for role, held in self.proof.roles.items():
+            if isinstance(held, Laid) and held.partial:
+                for _ in self.pieces(role):
+                    self._tensors.release()
 
     def pieces(self, role: str) -> Iterator[np.ndarray]:
         """The whole array of a role that is laid out, in order and in pieces of a few megabytes."""

@@ -145,7 +145,8 @@ def _in_order(found: Lookup, grid: _Grid, matrix: Shape) -> Placed:
     name, packed = codes.leaf.name, None
     if codes.per == 1 or len(codes.leaf.shape) > 1:
         make = packing.packed_codes if codes.per == 1 else flattened
-        packed = Laid(make, (name,), codes.types, TensorProto.UINT8, (held // 2,), view=codes.per == 2)
+        one = codes.per == 1
+        packed = Laid(make, (name,), codes.types, TensorProto.UINT8, (held // 2,), view=not one, partial=one)
     scale = _flat_scales(scales, found.dtype, count)
     roles = {"packed": packed or name, "scales": scale, "codebook": found.codebook}
     return Placed(
@@ -213,9 +214,9 @@ def _in_columns(found: Lookup, grid: _Grid, matrix: Shape, weight: str, after: M
     if scales.leaf is None:
         found.at.refuse("scales that are double-quantized along columns, not in blocks of the flat weight")
     if codes.per == 1:
-        packed = Laid(
-            packing.packed_columns, (codes.leaf.name,), (depth, *codes.types), TensorProto.UINT8, (codes.total // 2,)
-        )
+        settings: tuple[int, ...] = (depth, *codes.types)
+        shape = (codes.total // 2,)
+        packed = Laid(packing.packed_columns, (codes.leaf.name,), settings, TensorProto.UINT8, shape, partial=True)
     else:
         settings = (depth, codes.high_first)
         packed = Laid(packing.repacked_columns, (codes.leaf.name,), settings, TensorProto.UINT8, (codes.total // 2,))
@@ -248,4 +249,4 @@ def _cut_in_columns(found: Lookup, grid: _Grid, weight: str, after: Mapping[str,
     }
     shapes = {output: (*target[:-1], -1) for output, target in targets.items()}
     folded = {scales.value: Folded("scales", grid.blocks)}
-    return Cut(columns // codes.per, depth * codes.per, weight, found.dtype, axes, shapes, folded)
+    return Cut(columns // codes.per, depth * codes.per, weight, found.dtype, axes, shapes, folded, rows=True)

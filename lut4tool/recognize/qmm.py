@@ -89,7 +89,7 @@ def proof(
         literals=literals,
         weight=weight,
         chain=nodes,
-        cut=None if whole else Cut(grid.columns, grid.depth, weight, types.dtype, axes, found.shapes),
+        cut=None if whole else Cut(grid.columns, grid.depth, weight, types.dtype, axes, found.shapes, rows=True),
         opset=site.scope.opset,
         flipped=flipped,
     )

@@ -10,7 +10,9 @@ from typing import Any
 
 import onnx
 
+from lut4tool.errors import Lut4Error
 from lut4tool.recognize import recognize
+from lut4tool.recognize.layout import LayoutError
 from lut4tool.recognize.proof import Proof, Refusal, Report, Witness
 from lut4tool.recognize.summary import advise, distinct_weights
 from lut4tool.rewrite.drawing import Surroundings, surroundings
@@ -27,6 +29,8 @@ class RewriteReport:
     """What a rewrite did, site by site; sizes in bytes, each distinct weight counted once.
 
     rewritten: proof and witness of each site (None where no witness was asked for).
+    refused: the sites left as they were; differing: those of them whose proof its witness showed wrong, which is a
+        fault of lut4tool, and where the command line ends with 4.
     input_bytes, output_bytes: the proto's file before and after, external data not counted; 0 where none was written
         (on `dry_run`, what it would be).
     packed_bytes, dense_bytes: the proved weights as stored, and decoded to float32.
@@ -42,6 +46,7 @@ class RewriteReport:
     output_bytes: int = 0
     notes: tuple[str, ...] = ()
     surroundings: tuple[Surroundings, ...] = ()
+    differing: tuple[Refusal, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The document of `rewrite --json` (DESIGN section 7)."""
@@ -51,6 +56,7 @@ class RewriteReport:
                 for proof, witness in self.rewritten
             ],
             "refused": [refusal.to_json() for refusal in self.refused],
+            "differing": [refusal.to_json() for refusal in self.differing],
             "input_bytes": self.input_bytes,
             "output_bytes": self.output_bytes,
             "packed_bytes": self.packed_bytes,
@@ -73,10 +79,11 @@ def rewrite(
 ) -> RewriteReport:
     """Rewrite the model file `src` to `dst`; `dst` equal to `src` means in place.
 
-    Every distinct weight is checked by a witness first (`verify`: every block of it). Nothing is written where nothing
-    is rewritten, on `dry_run`, or on any error. `drawn`: the report holds each site's surroundings.
+    Every distinct weight is checked by a witness first (`verify`: every block of it); a site whose witness differs, or
+    whose codes have no entry, is left as it was, and refused. Nothing is written where nothing is rewritten, on
+    `dry_run`, or on any error. `drawn`: the report holds each site's surroundings.
     `progress(what, done, total)` is called now and then.
-    Raises StorageError for files, RewriteError for a place or a model, WitnessMismatch where a proof does not hold.
+    Raises StorageError for files, RewriteError for a place or a model.
     """
     source, target = Path(src), os.fspath(dst)
     tensors = Tensors(source.parent, allow_external)
@@ -132,37 +139,37 @@ def _checked(
 ) -> RewriteReport:
     """What a rewrite will do, each proof checked by a witness."""
     found = recognize(model, vendor=vendor, tensors=tensors)
-    witnesses = _witnesses(found.proofs, tensors, verify, progress) if witness else [None] * len(found.proofs)
-    distinct = distinct_weights(found.proofs)
+    checked = _witnesses(found.proofs, tensors, verify, progress) if witness else [None] * len(found.proofs)
+    kept, refused, differing = [], list(found.refusals), list[Refusal]()
+    for proof, seen in zip(found.proofs, checked, strict=True):
+        if seen is None or isinstance(seen, Witness):
+            kept.append((proof, seen))
+            continue
+        refused.append(Refusal(proof.site.name, str(seen), proof.site.name))
+        if not isinstance(seen, LayoutError):
+            differing.append(refused[-1])
+    proofs = tuple(proof for proof, _ in kept)
+    distinct = distinct_weights(proofs)
     return RewriteReport(
-        tuple(zip(found.proofs, witnesses, strict=True)),
-        found.refusals,
+        tuple(kept),
+        tuple(refused),
         sum(proof.nbytes for proof in distinct),
         sum(4 * proof.rows * proof.cols for proof in distinct),
-        surroundings=tuple(surroundings(model, found.proofs)) if drawn else (),
+        surroundings=tuple(surroundings(model, proofs)) if drawn else (),
+        differing=tuple(differing),
     )
 
 
 def _witnesses(
     proofs: tuple[Proof, ...], tensors: Tensors, verify: bool, progress: Progress | None
-) -> list[Witness | None]:
-    """One witness a proof; sites that share a chain share the check."""
-    from lut4tool.recognize.verify import check_every
-    from lut4tool.recognize.witness import WitnessMismatch, check  # imports onnx.reference
+) -> list[Witness | Lut4Error]:
+    """One witness a proof, or what it found wrong; sites that share a chain share the check."""
+    from lut4tool.recognize.verify import check_every, check_some  # imports onnx.reference
 
     chains = {tuple(map(id, proof.chain)): proof for proof in reversed(proofs)}
     distinct = dict(reversed(chains.items()))
-    checked: list[Witness] = []
-    try:
-        if verify:
-            checked = check_every(list(distinct.values()), tensors, progress)
-        for done, proof in enumerate(() if verify else distinct.values()):
-            if progress:
-                progress("weights", done, len(distinct))
-            checked.append(check(proof, tensors, progress=progress))
-            tensors.release()
-    except WitnessMismatch:
+    checked = (check_every if verify else check_some)(list(distinct.values()), tensors, progress)
+    if not all(isinstance(seen, Witness) for seen in checked):
         tensors.check_unchanged()  # or it is no fault of ours
-        raise
     found = dict(zip(distinct, checked, strict=True))
     return [found[tuple(map(id, proof.chain))] for proof in proofs]
