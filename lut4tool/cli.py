@@ -59,12 +59,19 @@ def main() -> None:
         _fail("there is not enough memory for this", 1)
     except SystemExit as done:
         if done.code == INTERRUPTED:  # what typer makes of Ctrl-C, without a word
-            _fail("interrupted", INTERRUPTED)
+            _fail("; ".join(["interrupted", *_notes(done)]), INTERRUPTED)
         raise
     except Exception as error:
         if os.environ.get("LUT4TOOL_TRACEBACK"):
             raise
         _fail(f"internal error, {type(error).__name__}: {error} (LUT4TOOL_TRACEBACK=1 shows where)", 1)
+
+
+def _notes(error: BaseException | None) -> list[str]:
+    """What the library noted on the interrupt behind an error."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return getattr(error, "__notes__", [])
 
 
 def _fail(message: str, status: int) -> None:

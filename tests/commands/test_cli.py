@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 import pytest
 from build_nbits import nbits
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, parser
 
 from build import build
 from lut4tool import cli
@@ -552,3 +552,31 @@ def test_ctrl_c_is_said_in_a_line(chain: Path) -> None:
     """
     done = subprocess.run([sys.executable, "-c", program, chain], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr, done.stdout) == (130, "lut4tool: interrupted\n", "")
+
+
+ENDLESS = """<ir_version: 10, opset_import: ["" : 21]> g (float[2] x) => (float[2] y) {
+    m = Constant <value_int = 1099511627776> ()
+    y = Loop (m, , x) <body = b (int64 i, bool c, float[2] s) => (bool d, float[2] t) { t = Neg (s) d = Identity (c) }>
+}"""
+
+
+def test_ctrl_c_ends_a_loop_that_would_take_years(tmp_path: Path) -> None:
+    onnx.save(parser.parse_model(ENDLESS), tmp_path / "m.onnx")
+    program = """if True:
+        import signal, sys
+        from lut4tool import cli
+        from lut4tool.runtime.session import Runtime
+        evaluate = Runtime.evaluate
+        def begin(*arguments):
+            signal.setitimer(signal.ITIMER_REAL, 1)
+            return evaluate(*arguments)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        Runtime.evaluate = begin
+        sys.argv = ["lut4tool", "run", sys.argv[1], "--random", "--device", "cpu"]
+        cli.main()
+    """
+    command = [sys.executable, "-c", program, tmp_path / "m.onnx"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert (done.returncode, done.stdout) == (130, "")
+    told = r"lut4tool: interrupted; node 'Loop:y' \(Loop\) had done [1-9]\d* of 1099511627776 iterations\n"
+    assert re.fullmatch(told, done.stderr), done.stderr

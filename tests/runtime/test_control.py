@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from onnx.reference import ReferenceEvaluator
 
 from lut4tool import formats
 from lut4tool.formats import DOMAIN, Lookup4Weight
-from lut4tool.runtime import RunError, Runtime, registry
+from lut4tool.runtime import RunError, Runtime, Unsupported, registry
+from lut4tool.runtime.ops import sizes
 
 FLOAT = TensorProto.FLOAT
 rng = np.random.default_rng(0)
@@ -136,6 +138,60 @@ def test_a_negative_trip_count_is_an_error() -> None:
     feeds = {"m": np.array(-3), "c": np.array(True), "limit": np.array(1, np.float32), "x": floats(2)}
     with pytest.raises(RunError, match=r"node 'Loop:.*' \(Loop\) failed.*not negative, not -3"):
         Runtime(proto, device="cpu").run(None, feeds)
+
+
+STEPS = """g (int64 m, float[N] x) => (float[N] last, float[M, P] rows) {
+    t = Constant <value = bool {1}> ()
+    last, rows = Loop (m, t, x) <body = b (int64 i, bool c, float[N] s) => (bool d, float[N] s2, float[P] row) {
+        d = Identity (c)
+        s2 = Neg (s)
+        start = Constant <value_ints = [0]> ()
+        end = Constant <value_ints = [1]> ()
+        row = Slice (s2, start, end)
+    }>
+}"""
+
+
+def traced(proto: onnx.ModelProto, feeds: dict[str, Any]) -> int:
+    """Bytes at the peak of a run, over what its Runtime holds."""
+    runtime = Runtime(proto, device="cpu")
+    tracemalloc.start()
+    runtime.run(None, feeds)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_scan_outputs_take_their_own_size_and_no_more() -> None:
+    """A row that is a part of a large value does not keep it."""
+    feeds = {"m": np.array(3000), "x": np.ones(10_000, np.float32)}
+    assert traced(model(STEPS), feeds) < 1 << 18  # 3,000 values would be 120 MB
+
+
+def test_a_loop_without_scan_outputs_takes_no_memory_for_its_iterations() -> None:
+    proto = model(STEPS)
+    body = proto.graph.node[1].attribute[0].g
+    del proto.graph.node[1].output[1], proto.graph.output[1], body.output[2]
+    peaks = [traced(proto, {"m": np.array(steps), "x": np.ones(4, np.float32)}) for steps in (100, 20_000)]
+    assert peaks[1] < peaks[0] + 2000
+
+
+def test_scan_outputs_are_refused_where_they_would_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "memory", lambda: 1 << 16)
+    feeds = {"m": np.array(1 << 40), "x": np.ones(4, np.float32)}
+    with pytest.raises(RunError, match=r"\(Loop\) failed.*would take 65.5 KB after 16384 iterations, more than half of"):
+        Runtime(model(STEPS), device="cpu").run(None, feeds)
+
+
+@pytest.mark.parametrize("change", ["less of the body", "more for the body"])
+def test_a_loop_that_does_not_fit_its_body_is_refused(change: str) -> None:
+    proto = model(STEPS)
+    if change == "less of the body":
+        del proto.graph.node[1].attribute[0].g.output[:]
+    else:
+        proto.graph.node[1].input.append("x")
+    with pytest.raises(Unsupported, match=r"Loop.*its body has 3 inputs"):
+        Runtime(proto, device="cpu")
 
 
 def test_loop_state_may_grow_and_loops_may_nest() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import onnx
 
 from lut4tool.runtime.backend import mx
-from lut4tool.runtime.dtypes import numpy_dtype, to_numpy
-from lut4tool.runtime.graph import Graph
+from lut4tool.runtime.dtypes import numpy_dtype, to_device, to_numpy
+from lut4tool.runtime.ops import sizes
 from lut4tool.runtime.plan import Node
 from lut4tool.runtime.registry import Unsupported, op
+from lut4tool.storage import size_text
 
 
 @op("Constant")
@@ -62,19 +65,22 @@ def loop(node: Node) -> Callable[..., Any]:
     """
     body = node.attributes["body"]
     carried = len(body.inputs) - 2
+    if carried < 0 or len(body.outputs) <= carried or max(len(node.given), 2) != len(body.inputs):
+        counts = f"{len(body.inputs)} inputs and {len(body.outputs)} outputs"
+        raise Unsupported(f"its body has {counts}, which its own {len(node.given)} inputs do not add up to")
 
-    def run(trips: np.ndarray | None, cond: np.ndarray | None = None, *initial: Any) -> Any:
+    def run(trips: np.ndarray | None = None, cond: np.ndarray | None = None, *initial: Any) -> Any:
         limit = None if trips is None else _count(trips)
-        go, state, rows, iteration = cond is None or _flag(cond), list(initial), [], 0
-        while go and (limit is None or iteration < limit):
-            after, *results = body(np.array(iteration, np.int64), np.array(True), *state)
-            state = results[:carried]
-            rows.append(results[carried:])
-            _start([*state, *rows[-1]])
-            go = after is None or _flag(to_numpy(after))
-            iteration += 1
-        types = body.types[1 + carried :]
-        return (*state, *[_stack([row[k] for row in rows], kind, 0) for k, kind in enumerate(types)])
+        go, state, rows, iteration = cond is None or _flag(cond), list(initial), Rows(body.types[1 + carried :]), 0
+        with _telling(node, lambda: f"{iteration} of {'any number of' if limit is None else limit}"):
+            while go and (limit is None or iteration < limit):
+                after, *results = body(np.array(iteration, np.int64), np.array(True), *state)
+                state = results[:carried]
+                rows.add(results[carried:])
+                _start(results)
+                go = after is None or _flag(to_numpy(after))
+                iteration += 1
+        return (*state, *rows.stacked())
 
     return run
 
@@ -88,10 +94,8 @@ def scan(node: Node) -> Callable[..., Any]:
 
     def run(*values: Any) -> Any:
         sources = [_first(x, axis) for x, axis in zip(values[-scanned:], axes, strict=True)]
-        state, rows = _scanned(node.attributes["body"], list(values[:-scanned]), sources, backwards)
-        columns = [[row[k] for row in (rows[::-1] if out_backwards[k] else rows)] for k in range(stacked)]
-        kinds = node.attributes["body"].types[len(state) :]
-        return (*state, *[_stack(*column) for column in zip(columns, kinds, out_axes, strict=True)])
+        state, rows = _scanned(node, list(values[:-scanned]), sources, backwards)
+        return (*state, *rows.stacked(out_axes, out_backwards))
 
     return run
 
@@ -108,13 +112,12 @@ def scan_batches(node: Node) -> Callable[..., Any]:
         counts = [longest] * batch if lengths is None else lengths.reshape(-1).tolist()
         if len(counts) != batch or not all(0 <= count <= longest for count in counts):
             raise ValueError(f"sequence_lens is {counts}: {batch} lengths of at most {longest} are wanted")
-        found = []
+        found = Rows(body.types)
         for place, count in enumerate(counts):
             entry = [_at(value, place) for value in values]
-            state, rows = _scanned(body, entry[:-scanned], [x[:count] for x in entry[-scanned:]], backwards)
-            columns = [_stack([row[k] for row in rows], kind, 0) for k, kind in enumerate(body.types[len(state) :])]
-            found.append((*state, *[_padded(column, longest - count) for column in columns]))
-        return tuple(_stack([row[k] for row in found], kind, 0) for k, kind in enumerate(body.types))
+            state, rows = _scanned(node, entry[:-scanned], [x[:count] for x in entry[-scanned:]], backwards)
+            found.add((*state, *[_padded(column, longest - count) for column in rows.stacked()]))
+        return tuple(found.stacked())
 
     return run
 
@@ -140,21 +143,31 @@ def _each(node: Node, name: str, count: int) -> Sequence[int]:
     return values
 
 
-def _scanned(
-    body: Graph, state: list[Any], sources: Sequence[Any], backwards: Sequence[int]
-) -> tuple[list[Any], list[Any]]:
+def _scanned(node: Node, state: list[Any], sources: Sequence[Any], backwards: Sequence[int]) -> tuple[list[Any], Rows]:
     """Run the body over the first axis of the sources; return the last state and the other results of each step."""
     lengths = {source.shape[0] for source in sources}
     if len(lengths) != 1:
         raise ValueError(f"the scan inputs have different lengths: {sorted(lengths)}")
-    rows, (length,), carried = [], lengths, len(state)
-    for step in range(length):
-        slices = [_at(x, length - 1 - step if back else step) for x, back in zip(sources, backwards, strict=True)]
-        results = body(*state, *slices)
-        state = results[:carried]
-        rows.append(results[carried:])
-        _start(results)
+    body, (length,), carried, step = node.attributes["body"], lengths, len(state), 0
+    rows = Rows(body.types[carried:])
+    with _telling(node, lambda: f"{step} of {length}"):
+        for step in range(length):
+            slices = [_at(x, length - 1 - step if back else step) for x, back in zip(sources, backwards, strict=True)]
+            results = body(*state, *slices)
+            state = results[:carried]
+            rows.add(results[carried:])
+            _start(results)
     return state, rows
+
+
+@contextmanager
+def _telling(node: Node, where: Callable[[], str]) -> Iterator[None]:
+    """Let Ctrl-C say how far a loop was."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        stop.add_note(f"node '{node.name}' ({node.op_type}) had done {where()} iterations")
+        raise
 
 
 def _padded(value: Any, count: int) -> Any:
@@ -191,14 +204,72 @@ def _at(value: Any, index: int) -> Any:
     return value[index] if isinstance(value, mx.array) else np.asarray(value[index])
 
 
-def _stack(rows: Sequence[Any], kind: Any, axis: int) -> Any:
-    """One array of the iterations' values along a new axis; with no iteration, an empty one of the declared type."""
-    if rows and all(isinstance(row, mx.array) for row in rows):
-        return mx.stack(list(rows), axis=axis)
-    if rows:
-        return np.stack([to_numpy(row) for row in rows], axis=axis)
+class Rows:
+    """What a body scans out, an iteration after the other.
+
+    On the host a row is copied into an array that grows: it may be a part of a value that is otherwise not needed.
+    kinds: the declared type of each output. Raises ValueError where half of the machine's memory does not hold them.
+    """
+
+    def __init__(self, kinds: Sequence[onnx.TypeProto]) -> None:
+        self.kinds, self.count = kinds, 0
+        self.columns: list[Any] = []  # an array of at least `count` rows, or on a device a list of them
+
+    def add(self, values: Sequence[Any]) -> None:
+        """Append a row to each output."""
+        if not self.kinds:
+            return
+        if not self.count:
+            self.columns = [[] if isinstance(value, mx.array) else _column(to_numpy(value)) for value in values]
+        elif not self.count & (self.count - 1):
+            self._grow()
+        for column, value in zip(self.columns, values, strict=True):
+            if isinstance(column, list):
+                column.append(to_device(value))
+            else:
+                _write(column, self.count, to_numpy(value))
+        self.count += 1
+
+    def _grow(self) -> None:
+        arrays = [column for column in self.columns if isinstance(column, np.ndarray)]
+        lists = [column for column in self.columns if isinstance(column, list)]
+        needed = 2 * sum(array.nbytes for array in arrays) + 2 * sum(row.nbytes for column in lists for row in column)
+        if needed > sizes.memory() // 2:
+            what = f"{size_text(needed)} after {2 * self.count} iterations, more than half of this machine's memory"
+            raise ValueError(f"its scan outputs would take {what}")
+        for array in arrays:
+            array.resize((2 * self.count, *array.shape[1:]), refcheck=False)
+
+    def stacked(self, axes: Sequence[int] = (), backwards: Sequence[int] = ()) -> list[Any]:
+        """Each output as one array, the rows along an axis, the first where none is given; backwards: the last first.
+
+        With no iteration, an empty one of the declared type.
+        """
+        turns = zip(axes or [0] * len(self.kinds), backwards or [0] * len(self.kinds), strict=True)
+        if not self.count:
+            return [_empty(kind, axis) for kind, (axis, _) in zip(self.kinds, turns, strict=True)]
+        return [self._stacked(column, *turn) for column, turn in zip(self.columns, turns, strict=True)]
+
+    def _stacked(self, column: Any, axis: int, back: int) -> Any:
+        if isinstance(column, list):
+            return mx.stack(column[::-1] if back else column, axis=axis)
+        column.resize((self.count, *column.shape[1:]), refcheck=False)
+        return np.moveaxis(column[::-1] if back else column, 0, axis)
+
+
+def _column(row: np.ndarray) -> np.ndarray:
+    return np.empty((1, *row.shape), row.dtype)
+
+
+def _write(column: np.ndarray, place: int, row: np.ndarray) -> None:
+    if row.shape != column.shape[1:] or row.dtype != column.dtype:
+        first = f"{column.dtype} {list(column.shape[1:])}"
+        raise ValueError(f"a scan output is {row.dtype} {list(row.shape)} in iteration {place}, {first} in the first")
+    column[place] = row
+
+
+def _empty(kind: onnx.TypeProto, axis: int) -> np.ndarray:
     tensor = kind.tensor_type
     shape = [dim.dim_value for dim in tensor.shape.dim]  # a symbolic size is 0: no iteration says what it is
-    rank = len(shape) + 1
-    shape.insert(axis % rank, 0)
+    shape.insert(axis % (len(shape) + 1), 0)
     return np.zeros(shape, numpy_dtype(tensor.elem_type))

@@ -11,7 +11,8 @@ from lut4tool.storage import size_text
 
 
 @cache
-def _memory() -> int:
+def memory() -> int:
+    """Bytes of the machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -19,6 +20,6 @@ def check_size(shape: Sequence[int], itemsize: int) -> None:
     """Raise ValueError for a dimension that is negative or past MLX's 32 bits, or more bytes than the machine has."""
     if any(not 0 <= size < 1 << 31 for size in shape):
         raise ValueError(f"there is no tensor of shape {list(shape)}")
-    if prod(shape) * itemsize > _memory():
+    if prod(shape) * itemsize > memory():
         size = size_text(prod(shape) * itemsize)
         raise ValueError(f"a tensor of shape {list(shape)} takes {size}, more than this machine's memory")
