@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from lut4tool.formats import FP4, NF4, Lookup4Weight, QmmWeight, dtype_name
+from lut4tool.kernels import Choice
+from lut4tool.runtime import backend
 from lut4tool.runtime.dtypes import to_device
 from lut4tool.runtime.ops.compute import finish, numpy_type, working
 from lut4tool.runtime.ops.lut4tool import planned_product
@@ -17,6 +19,8 @@ from lut4tool.runtime.registry import Unsupported, op
 
 MICROSOFT = "com.microsoft"
 
+#: What serves a weight that no kernel takes, in the plan.
+DECODED = "decoded, a panel at a time"
 #: Elements of a weight that are decoded at a time where no kernel takes it packed: 4 MB of float32.
 _PANEL = 1 << 20
 _BNB4_CODEBOOKS = {0: FP4, 1: NF4}
@@ -82,6 +86,10 @@ def matmul_nbits(node: Node) -> Callable[..., Any]:
     has_group, has_bias = given[4], given[5]
     empty = node.constants[1] is not None and node.constants[1].size == 0
     product = planned_product(node, weight) if bits == 4 and not has_group and not empty else decoded
+    if product is decoded and not empty:
+        why = "it has g_idx" if has_group else f"it has {bits} bits"
+        device = backend.kind(node.device)
+        node.note(Choice(DECODED, None, None, {device: f"{why}; the kernels take 4 bits without g_idx"}))
 
     def run(x: Any, packed: np.ndarray, *rest: Any) -> Any:
         if packed.size == 0:
