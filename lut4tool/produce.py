@@ -20,7 +20,7 @@ from onnx import TensorProto, helper, numpy_helper, version_converter
 from lut4tool.encode import ProduceError, encode, load_codebook
 from lut4tool.formats import DTYPE_NAME, ONNX_DTYPE, Lookup4Weight
 from lut4tool.rewrite.save import check_target, save
-from lut4tool.storage import Tensors, external_tensors, location, nbytes, read_model, size_text
+from lut4tool.storage import Tensors, external_tensors, location, nbytes, read_model, size_text, subgraphs
 
 #: The chain needs opset 13: Unsqueeze takes its axes as an input, and MatMul and Cast know bfloat16.
 LEAST_OPSET = 13
@@ -142,7 +142,8 @@ class _Weight:
 
 
 def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    """Its attributes that are written at the node; a function's caller gives the others."""
+    return {a.name: helper.get_attribute_value(a) for a in node.attribute if not a.ref_attr_name}
 
 
 def _use_obstacle(node: onnx.NodeProto, index: int) -> str | None:
@@ -154,6 +155,8 @@ def _use_obstacle(node: onnx.NodeProto, index: int) -> str | None:
         return f"it is input {index} of {what}; the chain takes the place of input 1"
     if len(node.output) != 1:
         return f"{what} has {len(node.output)} outputs; one is quantized"
+    if any(attribute.ref_attr_name for attribute in node.attribute):
+        return f"{what} has attributes that its function's callers give; written ones are quantized"
     if node.op_type == "Gemm":
         given = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0} | _attributes(node)
         odd = [f"{name} {given[name]}" for name in ("alpha", "beta", "transA") if given[name] != (name != "transA")]
@@ -555,6 +558,5 @@ def _convert(model: onnx.ModelProto) -> None:
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     yield graph
     for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-                yield from _graphs(inner)
+        for inner in subgraphs(node):
+            yield from _graphs(inner)

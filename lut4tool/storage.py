@@ -19,6 +19,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from onnx import AttributeProto
 
 from lut4tool import native
 from lut4tool.errors import Lut4Error
@@ -35,6 +36,18 @@ PROTO_LIMIT = (1 << 31) - 1
 
 #: Types that share bytes in raw data: TensorProto name -> bits an element.
 _SUB_BYTE = {"UINT4": 4, "INT4": 4, "FLOAT4E2M1": 4, "UINT2": 2, "INT2": 2, "FLOAT6E2M3": 6, "FLOAT6E3M2": 6}
+
+#: Types of attributes that hold no tensor.
+_PLAIN = frozenset(
+    {
+        AttributeProto.INT,
+        AttributeProto.FLOAT,
+        AttributeProto.STRING,
+        AttributeProto.INTS,
+        AttributeProto.FLOATS,
+        AttributeProto.STRINGS,
+    }
+)
 
 #: Names of our temporary files.
 _TEMPORARY = re.compile(r"\..{0,40}\.[0-9a-f]{12}\.lut4tool", re.DOTALL)
@@ -86,33 +99,42 @@ def parse_model(data: bytes, name: str = "the model") -> onnx.ModelProto:
     if not model.HasField("graph") or (model.ir_version >= 3 and not model.opset_import):
         missing = "opset_import" if model.HasField("graph") else "graph"
         raise StorageError(f"{name} is cut short or is not an ONNX model: it has no {missing}")
-    for text in _names(model):
-        if isinstance(text, bytes):  # what protobuf gives for text that is not UTF-8
-            raise StorageError(f"{name} is damaged or is not an ONNX model: its name {text!r} is not UTF-8")
+    for names in _names(model):
+        for text in names:
+            if type(text) is bytes:  # what protobuf gives for text that is not UTF-8
+                raise StorageError(f"{name} is damaged or is not an ONNX model: its name {text!r} is not UTF-8")
     return model
 
 
-def _names(model: onnx.ModelProto) -> Iterator[str | bytes]:
-    """Every name that a model gives to values, operators, attributes, domains, functions and files."""
-    yield from (entry.domain for entry in model.opset_import)
+def _names(model: onnx.ModelProto) -> Iterator[Iterable[str | bytes]]:
+    """Every name that a model gives to values, operators, attributes, domains, functions and files, some at a time."""
+    yield [entry.domain for entry in model.opset_import]
     for function in model.functions:
-        yield from (function.domain, function.name, function.overload, *function.input, *function.output)
-        yield from (*function.attribute, *(entry.domain for entry in function.opset_import))
+        yield (function.domain, function.name, function.overload, *function.input, *function.output)
+        yield (*function.attribute, *(entry.domain for entry in function.opset_import))
     tensors: list[onnx.TensorProto] = []
-    waiting: list[onnx.GraphProto | onnx.FunctionProto] = [model.graph, *model.functions]
-    for body in waiting:
+    bodies: list[onnx.GraphProto | onnx.FunctionProto] = [model.graph, *model.functions]
+    for body in bodies:
         for node in body.node:
-            yield from (node.op_type, node.name, node.domain, node.overload, *node.input, *node.output)
-            for attribute in node.attribute:
-                yield from (attribute.name, attribute.ref_attr_name)
-                waiting += [attribute.g] * attribute.HasField("g") + list(attribute.graphs)
-                tensors += [attribute.t] * attribute.HasField("t")
+            yield (node.op_type, node.name, node.domain, node.overload, *node.input, *node.output)
+            yield (text for attribute in node.attribute for text in (attribute.name, attribute.ref_attr_name))
+            tensors += [attribute.t for attribute in node.attribute if attribute.HasField("t")]
+            bodies += subgraphs(node)
         if isinstance(body, onnx.GraphProto):
-            yield from (value.name for value in (*body.input, *body.output))
+            yield (value.name for value in (*body.input, *body.output))
             tensors += body.initializer
     for tensor in tensors:
-        yield tensor.name
-        yield from (text for entry in tensor.external_data for text in (entry.key, entry.value))
+        yield (tensor.name, *(text for entry in tensor.external_data for text in (entry.key, entry.value)))
+
+
+def subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """The graphs among a node's attributes, whatever type an attribute says it has."""
+    found: list[onnx.GraphProto] = []
+    for attribute in node.attribute:
+        if attribute.HasField("g"):  # reading a field that is not there makes one
+            found.append(attribute.g)
+        found += attribute.graphs
+    return found
 
 
 def nbytes(tensor: onnx.TensorProto) -> int:
@@ -155,13 +177,15 @@ def external_tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
             for sparse in body.sparse_initializer:
                 tensors += (sparse.values, sparse.indices)
         for node in body.node:
+            bodies += subgraphs(node)
             for attribute in node.attribute:
-                holds = attribute.HasField  # reading a field that is not there makes one
+                if attribute.type in _PLAIN:
+                    continue
+                holds = attribute.HasField
                 tensors += (*([attribute.t] if holds("t") else ()), *attribute.tensors)
                 single = [attribute.sparse_tensor] if holds("sparse_tensor") else ()
                 for sparse in (*single, *attribute.sparse_tensors):
                     tensors += (sparse.values, sparse.indices)
-                bodies += (*([attribute.g] if holds("g") else ()), *attribute.graphs)
     return [tensor for tensor in tensors if is_external(tensor)]
 
 

@@ -348,6 +348,39 @@ CASES["a chain with block 2^40"] = lambda: chain(lambda made: literal(made, [-1,
 CASES["a chain of 2^62 rows"] = lambda: chain(lambda made: literal(made, [6, 10], [1 << 62, 10]))
 
 
+def reference(name: str, kind: int, to: str) -> AttributeProto:
+    return AttributeProto(name=name, type=kind, ref_attr_name=to)
+
+
+@case
+def a_product_with_its_callers_attributes() -> onnx.ModelProto:
+    made = model([helper.make_node("Gemm", ["x", "w"], ["y"])], [tensor([6, 64], raw=bytes(1536))])
+    made.graph.node[0].attribute.append(reference("transB", AttributeProto.INT, "t"))
+    return made
+
+
+def given(op: str, name: str, kind: int, written: Any) -> onnx.ModelProto:
+    """An operator in a function, one attribute of which is a reference to what the call gives: of another type."""
+    inner = helper.make_node(op, ["a", "a"] if op == "Loop" else ["a"], ["b"])
+    inner.attribute.append(reference(name, kind, "given"))
+    function = helper.make_function("d", "f", ["a"], ["b"], [inner], [helper.make_opsetid("", 17)], ["given"])
+    return model([helper.make_node("f", ["x"], ["y"], domain="d", given=written)], functions=[function], domains=["d"])
+
+
+CASES["an axis that its caller gives as a text"] = lambda: given("Softmax", "axis", AttributeProto.INT, "x")
+CASES["a body that its caller gives as a number"] = lambda: given("Loop", "body", AttributeProto.GRAPH, 1)
+CASES["a permutation that its caller gives as a graph"] = lambda: given(
+    "Transpose", "perm", AttributeProto.INTS, identity()
+)
+
+
+@case
+def an_output_that_maps_nothing() -> onnx.ModelProto:
+    made = model([helper.make_node("Identity", ["x"], ["y"])])
+    made.graph.output[0].type.map_type.SetInParent()
+    return made
+
+
 # Bytes
 
 

@@ -15,6 +15,7 @@ from lut4tool.errors import Lut4Error
 from lut4tool.formats import DOMAIN, ONNX_DTYPE, VERSION
 from lut4tool.recognize.layout import Laid
 from lut4tool.recognize.proof import Proof, Step
+from lut4tool.storage import subgraphs
 
 #: The first IR version that knows model-local functions.
 _FUNCTIONS_IR = 8
@@ -89,8 +90,7 @@ class Names:
                 self._taken.update(() if functions else (entry.name for entry in body.initializer))
                 for node in body.node:
                     self._taken.update((node.name, *node.input, *node.output))
-                    for attribute in node.attribute:
-                        waiting += [attribute.g] * attribute.HasField("g") + list(attribute.graphs)
+                    waiting += subgraphs(node)
         name, number = wanted, 1
         while name in self._taken:
             name, number = f"{wanted}_{number}", number + 1
@@ -372,9 +372,8 @@ def _drop_initializer_inputs(graph: onnx.GraphProto) -> None:
     names = {entry.name for entry in graph.initializer} | {entry.values.name for entry in graph.sparse_initializer}
     _keep(graph.input, [entry.name not in names for entry in graph.input])
     for node in graph.node:
-        for attribute in node.attribute:
-            for subgraph in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-                _drop_initializer_inputs(subgraph)
+        for subgraph in subgraphs(node):
+            _drop_initializer_inputs(subgraph)
 
 
 def _bytes(message: Any) -> bytes:

@@ -22,7 +22,7 @@ from lut4tool.recognize.qmm import Grid, Types, spell, spell_nibbles
 from lut4tool.recognize.walk import OPSETS, Constant, Place, Refuse, Scope, Walk
 from lut4tool.rewrite.edit import RewriteError
 from lut4tool.rewrite.save import Progress, check_target, save
-from lut4tool.storage import PathLike, Tensors, read_model
+from lut4tool.storage import PathLike, Tensors, read_model, subgraphs
 
 __all__ = ["ExpandReport", "Expanded", "expand", "expand_model"]
 
@@ -352,8 +352,7 @@ def _nodes(owner: GraphProto | FunctionProto) -> Iterator[NodeProto]:
     while waiting:
         for node in waiting.pop():
             yield node
-            for attribute in node.attribute:
-                waiting += [graph.node for graph in (attribute.g, *attribute.graphs) if graph.node]
+            waiting += [graph.node for graph in subgraphs(node)]
 
 
 def _names(model: onnx.ModelProto) -> Iterator[str]:
@@ -368,4 +367,4 @@ def _names(model: onnx.ModelProto) -> Iterator[str]:
             yield from (*body.input, *body.output)
         for node in body.node:
             yield from (node.name, *node.input, *node.output)
-            waiting += [graph for entry in node.attribute for graph in (entry.g, *entry.graphs)]
+            waiting += subgraphs(node)

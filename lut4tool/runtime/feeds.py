@@ -66,7 +66,10 @@ class ValueInfo:
         if not isinstance(value, Mapping):
             raise RunError(f"input '{self.name}' is {self}: a dict is wanted, not {type(value).__name__}")
         word = str if proto.key_type == onnx.TensorProto.STRING else int
-        dtype = BY_NUMBER[proto.value_type.tensor_type.elem_type].numpy
+        kind = BY_NUMBER.get(proto.value_type.tensor_type.elem_type)
+        if kind is None:
+            raise RunError(f"input '{self.name}' is {self}, whose values have no type that is served")
+        dtype = kind.numpy
         try:
             return {word(key): np.asarray(part).astype(dtype)[()] for key, part in value.items()}
         except (TypeError, ValueError) as error:
@@ -130,9 +133,12 @@ def type_text(proto: onnx.TypeProto) -> str:
     if kind == "sequence_type":
         return f"seq({type_text(proto.sequence_type.elem_type)})"
     if kind == "map_type":
-        return f"map({BY_NUMBER[proto.map_type.key_type].name},{type_text(proto.map_type.value_type)})"
-    number = proto.tensor_type.elem_type
-    return f"tensor({BY_NUMBER[number].name})" if number in BY_NUMBER else "tensor(undefined)"
+        return f"map({_element(proto.map_type.key_type)},{type_text(proto.map_type.value_type)})"
+    return f"tensor({_element(proto.tensor_type.elem_type)})"
+
+
+def _element(number: int) -> str:
+    return BY_NUMBER[number].name if number in BY_NUMBER else "undefined"
 
 
 def _viewed(value: np.ndarray, number: int) -> np.ndarray:

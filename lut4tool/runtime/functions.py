@@ -8,6 +8,8 @@ from typing import Any
 import onnx
 from onnx.defs import OpSchema
 
+from lut4tool.storage import subgraphs
+
 #: Initializers above this many bytes lose their data in the copy that types are inferred on.
 _DATA_BYTES = 1024
 
@@ -68,9 +70,8 @@ def infer_types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     yield graph
     for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
-                yield from _graphs(inner)
+        for inner in subgraphs(node):
+            yield from _graphs(inner)
 
 
 def _typed(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:

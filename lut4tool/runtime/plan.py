@@ -22,7 +22,7 @@ from lut4tool.formats import DOMAIN
 from lut4tool.runtime import registry, types
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.binding import Call, Frame, bind, bind_either, bind_host
-from lut4tool.runtime.dtypes import load, numpy_dtype, on_host, to_device, to_numpy
+from lut4tool.runtime.dtypes import load, on_host, to_device, to_numpy
 from lut4tool.runtime.folding import FILLED, FOLDED, quantized, widens
 from lut4tool.runtime.functions import body_of, infer_types, is_random, schema_of
 from lut4tool.runtime.fusion import fuse
@@ -555,7 +555,8 @@ class _Shapes(Tensors):
         few = nbytes(tensor) <= 1024  # refuses types and dims that no array has
         if few and not is_external(tensor):
             return super().array(tensor)
-        return np.broadcast_to(np.zeros((), numpy_dtype(tensor.data_type)), tuple(tensor.dims))
+        kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+        return np.broadcast_to(np.zeros((), kind), tuple(tensor.dims))
 
 
 def _apart(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
@@ -569,7 +570,7 @@ def _quicker(prepare: Callable[..., Any], facts: Node, run: Callable[..., Any]) 
     """What a row prepares for a node; its function where the node is malformed, which fails when it runs, in words."""
     try:
         return prepare(facts, run) or run
-    except (TypeError, ValueError, IndexError, OverflowError, MemoryError):
+    except Exception:  # noqa: BLE001 - it fails when it runs, where the node is named
         return run
 
 

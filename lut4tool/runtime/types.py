@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import onnx
 from onnx import AttributeProto
 
@@ -17,6 +18,7 @@ from lut4tool.runtime.backend import mx
 from lut4tool.runtime.choices import CHOICES
 from lut4tool.runtime.dtypes import BY_NUMBER, TYPES
 from lut4tool.runtime.functions import schema_of
+from lut4tool.runtime.graph import Graph
 from lut4tool.runtime.registry import Operator
 from lut4tool.runtime.scope import Site
 
@@ -30,6 +32,9 @@ _OPTIONAL = {"output_dtype", "precision"}
 #: Where the results of a control operator begin among those of its body.
 _BODIES = {"If": 0, "Loop": 1, "Scan": 0}
 
+
+#: What an attribute's value is, by its type; others are passed on as they are.
+_VALUES: dict[str, Any] = {"INT": int, "FLOAT": float, "STRING": str, "TENSOR": np.ndarray, "GRAPH": Graph}
 
 _BY_TEXT = {f"tensor({row.name})": row for row in TYPES}
 #: The types below a byte that MLX converts (ops/codes.py).
@@ -146,12 +151,23 @@ def _attribute_faults(row: Operator, site: Site, known: Signature) -> Iterator[s
     for name, given in site.attributes.items():
         if name in mistyped or row.domain not in STANDARD:
             continue
+        if not _is(given, known.attributes.get(name, "")):
+            yield f"has an attribute '{name}' that its function's caller gives as {type(given).__name__}"
+            continue
         words = CHOICES.get((row.name, name), ())
         if words and (not isinstance(given, str) or given not in words):
             yield f"has {name} '{given}', which is none of {', '.join(words)}"
         named = isinstance(given, int) and (given in BY_NUMBER or (given == 0 and name in _OPTIONAL))
         if name in _NUMBERS and not named:  # a reference to a function's attribute may be of any type
             yield f"has {name} {given}, which is the number of no type that is served"
+
+
+def _is(value: Any, wanted: str) -> bool:
+    """Whether a value is of an attribute's type: a reference to a function's attribute may be of any."""
+    if wanted.endswith("S"):
+        return isinstance(value, list) and all(_is(part, wanted[:-1]) for part in value)
+    kind = _VALUES.get(wanted)
+    return kind is None or (isinstance(value, kind) and type(value) is not bool)
 
 
 def _type_faults(row: Operator, given: Sequence[str | None]) -> Iterator[str]:

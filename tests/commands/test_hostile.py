@@ -163,6 +163,9 @@ SENTENCES = {
     ("a_function_that_calls_itself", "run"): "calls itself",
     ("a_name_that_is_not_utf_8", "rewrite"): "is not UTF-8",
     ("random_bytes", "quantize"): "not an ONNX model",
+    ("an axis that its caller gives as a text", "run"): "that its function's caller gives as str",
+    ("a body that its caller gives as a number", "run"): "that its function's caller gives as int",
+    ("a permutation that its caller gives as a graph", "run"): "that its function's caller gives as Graph",
 }
 
 
