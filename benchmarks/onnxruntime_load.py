@@ -17,7 +17,7 @@ from rich.table import Table
 
 from lut4tool.measure import ONNXRUNTIME, measure
 from lut4tool.recognize.summary import summarize
-from lut4tool.storage import size_text
+from lut4tool.storage import Tensors, size_text
 from tests.build import Built, Chain, build, build_many
 
 
@@ -44,7 +44,7 @@ def main() -> None:
         for name, built in models().items():
             path = Path(folder, "m.onnx")
             onnx.save(built.model, path)
-            predicted = summarize(path).to_json()["onnxruntime_bytes"]
+            predicted = summarize(built.model, path.stat().st_size, Tensors(folder)).to_json()["onnxruntime_bytes"]
             measured = measure(path, built.feeds, ONNXRUNTIME, runs=1).model_bytes
             table.add_row(name, size_text(predicted), size_text(measured), f"{measured / predicted:.2f}")
     Console().print(table)

@@ -1,13 +1,13 @@
-"""Timing one 4-bit product beside its peers on this machine: dense, decode and dense, onnxruntime's kernels, the floor.
+"""Timing one 4-bit product beside its peers on this machine: dense products, onnxruntime, bitsandbytes, the floor.
 
 Everything that is compared runs in turns in one process, so that a busy machine slows all of it: trust the ratios.
-Weights are random, as times do not depend on them. onnxruntime has as many threads as the native
-kernels, and they do not spin.
+Weights are random, as times do not depend on them. Peers have as many threads as the native kernels; onnxruntime's do
+not spin. What is timed is the same product: some outputs of every engine are compared with float64 first.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import os
 import statistics
 import threading
 import time
@@ -18,29 +18,38 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 
 from lut4tool import formats, native
+from lut4tool.engines import OURS, Call, Engine, EngineError, Product, call_of, engines_of
 from lut4tool.errors import Lut4Error
-from lut4tool.formats import DOMAIN, LOOKUP4_MATMUL, QMM, Lookup4Weight, QmmWeight
+from lut4tool.formats import DOMAIN, FLOAT_DTYPES, LOOKUP4_MATMUL, QMM, Lookup4Weight, QmmWeight
 from lut4tool.runtime import backend
+from lut4tool.runtime.backend import mx
+from lut4tool.storage import Tensors, size_text, subgraphs
 
-OURS, DENSE, DECODE, FLOOR = "lut4tool", "dense", "decode + dense", "floor"
-ORT_DENSE, ORT_BNB4, ORT_NBITS = "onnxruntime dense", "onnxruntime MatMulBnb4", "onnxruntime MatMulNBits"
+FLOOR = "floor"
 
 #: N and K of what large language models multiply by, and the rows of x that they are timed with.
 STANDARD, STANDARD_ROWS = ((14336, 4096), (4096, 4096), (4096, 11008), (6656, 19968)), (1, 16, 128, 256, 512)
 
-#: A weight that would be larger once dense is not made dense.
-MOST_DENSE_BYTES = 2 << 30
 #: What is read between runs whose weights are to come from memory, at least and at most.
 _EVICT = (64 << 20, 1 << 30)
+#: Bytes of what a GPU copies to show its bandwidth.
+_COPIED = 512 << 20
+#: A product is the same one where |y - exact| is at most this share of sum |x||w|.
+_SAME = {"float32": 2.0**-16, "float16": 2.0**-8, "bfloat16": 2.0**-6}
+#: Outputs that are compared.
+_COMPARED = 32
 
-Run = Callable[[np.ndarray], Any]
+_WALL = {
+    "cpu": "wall time of a run, NumPy in and out",
+    "gpu": "wall time from the call until y is there (MLX's evaluation, torch's synchronisation); x and y stay on it",
+}
 
 
 class BenchError(Lut4Error):
-    """Nothing to time."""
+    """Nothing to time, or a product that is wrong."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one engine at M rows of x, and its time over ours: the median of ratios of one turn each."""
+    """Milliseconds of one engine at M rows of x, and our time over its: the median of ratios of one turn each.
+
+    kernel: what serves: our kernel, or a peer's version.
+    """
 
     shape: Shape
     m: int
@@ -79,18 +91,34 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class Missing:
+    """An engine that is not timed for a shape, and why."""
+
+    shape: Shape
+    engine: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Bench:
-    """What was timed on which machine; gigabytes a second that it reads from memory on all threads."""
+    """What was timed on which machine; gigabytes a second that the device reads from memory, on a CPU on all threads.
+
+    timed: what a time is of, in words.
+    """
 
     machine: Mapping[str, Any]
     threads: int
+    dtype: str
     bandwidth: float
+    timed: str
     timings: Sequence[Timing]
+    missing: Sequence[Missing]
 
     def to_json(self) -> dict[str, Any]:
         """The document of `bench --json`."""
         rows = [timing.to_json() for timing in self.timings]
-        return {"machine": dict(self.machine), "threads": self.threads, "bandwidth": self.bandwidth, "timings": rows}
+        missing = [vars(one) | {"shape": str(one.shape)} for one in self.missing]
+        return vars(self) | {"machine": dict(self.machine), "timings": rows, "missing": missing}
 
 
 def bench(
@@ -100,36 +128,64 @@ def bench(
     seconds: float = 2.0,
     cold: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
+    dtype: str = "float32",
 ) -> Bench:
-    """Time each shape at each number of rows of x, float32, in turns for about `seconds` (at least five turns).
+    """Time each shape at each number of rows of x, in turns for about `seconds` (at least five turns).
 
-    cold: also with the caches emptied before each run, for up to 4 rows. Raises BenchError for sizes that cannot be.
+    dtype: of x and y, "float32", "float16" or "bfloat16"; the weight is rounded to it.
+    cold: also with the caches emptied before each run, on a CPU and for up to 4 rows.
+    Raises BenchError for sizes that cannot be, and where our product is wrong.
     """
     if not shapes or not rows or any(m < 1 for m in rows):
         raise BenchError("bench needs a shape and numbers of rows of at least 1")
-    threads, bandwidth = native.thread_count(), _bandwidth(native.thread_count())
+    if dtype not in FLOAT_DTYPES:
+        raise BenchError(f"there is no type {dtype!r} of x; use {', '.join(FLOAT_DTYPES)}")
+    kind = backend.kind(backend.device(device))
+    if cold and kind != "cpu":
+        raise BenchError("cold runs are timed on a CPU only")
+    for shape in shapes:
+        _check_fits(shape, max(rows), dtype)
+    threads = native.thread_count()
+    bandwidth = _bandwidth(threads) if kind == "cpu" else _device_bandwidth(device)
     timings: list[Timing] = []
-    for index, shape in enumerate(shapes):
-        engines, kernel, packed_bytes = _engines(shape, device, threads)
+    missing: dict[Missing, None] = {}
+    done = 0
+    for shape in shapes:
+        product = Product(_weight(shape, dtype), dtype, device, threads)
+        engines, reasons = engines_of(product)
+        compared = _columns(product.weight)
         for m in rows:
+            x = np.random.default_rng(0).random((m, shape.K), np.float32).astype(FLOAT_DTYPES[dtype])
+            calls, failed = _same(engines, x, compared, dtype)
+            missing |= dict.fromkeys(Missing(shape, name, why) for name, why in (reasons | failed).items())
             for emptied in (False, True) if cold and m <= 4 else (False,):
-                taken = _in_turns(engines, np.random.default_rng(0).random((m, shape.K), np.float32), seconds, emptied)
-                timings += _timings(shape, m, emptied, taken, kernel)
-                floor = packed_bytes / bandwidth / 1e6
+                taken = _in_turns({engine.name: call for engine, call in calls}, seconds, emptied)
+                timings += _timings(shape, m, emptied, taken, [engine for engine, _ in calls])
+                floor = _packed_bytes(product.weight) / bandwidth / 1e6
                 timings.append(Timing(shape, m, emptied, FLOOR, "", floor, floor, None))
-        if progress:
-            progress("shapes", index + 1, len(shapes))
-    return Bench(backend.describe(backend.device(device)), threads, bandwidth, timings)
+            done += 1
+            if progress:
+                progress("products", done, len(shapes) * len(rows))
+    machine = backend.describe(backend.device(device))
+    timed = _WALL["cpu" if kind == "cpu" else "gpu"]
+    return Bench(machine, threads, dtype, bandwidth, timed, timings, list(missing))
 
 
-def shapes_of(model: onnx.ModelProto) -> list[Shape]:
-    """The different shapes of a model's 4-bit products: chains that are recognized, and nodes already rewritten."""
+def shapes_of(model: onnx.ModelProto, tensors: Tensors | None = None) -> list[Shape]:
+    """The different shapes of a model's 4-bit products: chains that are recognized, and packed weights, ours or not.
+
+    tensors: reads literals that are external data. Raises BenchError where there is none.
+    """
     from lut4tool.recognize import recognize
 
-    products = [(proof.op, dict(proof.attributes)) for proof in recognize(model).proofs]
-    for node in model.graph.node:
-        if node.domain == DOMAIN and node.op_type in (LOOKUP4_MATMUL, QMM):
-            products.append((node.op_type, {a.name: helper.get_attribute_value(a) for a in node.attribute}))
+    products = [(proof.op, dict(proof.attributes)) for proof in recognize(model, vendor=True, tensors=tensors).proofs]
+    functions = (function.node for function in model.functions if function.domain != DOMAIN)
+    waiting = [model.graph.node, *functions]
+    for nodes in waiting:
+        for node in nodes:
+            if node.domain == DOMAIN and node.op_type in (LOOKUP4_MATMUL, QMM):
+                products.append((node.op_type, {a.name: helper.get_attribute_value(a) for a in node.attribute}))
+            waiting += [graph.node for graph in subgraphs(node)]
     if not products:
         raise BenchError("the model has no 4-bit product")
     return list(dict.fromkeys(_shape(op, attributes) for op, attributes in products))
@@ -143,143 +199,108 @@ def _shape(op: str, a: Mapping[str, Any]) -> Shape:
     return Shape(n, k, a["block_size"], transposed)
 
 
-# -- engines
+# -- weights
 
 
-def _engines(shape: Shape, device: str, threads: int) -> tuple[dict[str, Run], str, int]:
-    """What multiplies x by one weight, by name, ours first; our kernel; the bytes of the packed weight."""
-    weight = _weight(shape)
-    ours, kernel = _ours(weight, device)
-    engines: dict[str, Run] = {OURS: ours}
-    on_cpu = backend.kind(backend.device(device)) == "cpu"
-    if 4 * shape.N * shape.K <= MOST_DENSE_BYTES:
-        matrix = _dense(weight)
-        engines[DENSE] = _runtime_of(_model("MatMul", "", {"w": matrix}, {}), device)[0]
-        if isinstance(weight, Lookup4Weight) and on_cpu:
-            engines[DECODE] = _decode_and_dense(weight)
-        if on_cpu and importlib.util.find_spec("onnxruntime"):
-            engines[ORT_DENSE] = _onnxruntime(_model("MatMul", "", {"w": matrix}, {}), threads)
-    if on_cpu and importlib.util.find_spec("onnxruntime"):
-        engines |= _onnxruntime_packed(weight, threads)
-    return engines, kernel, weight.packed.nbytes + weight.scales.nbytes
+def _check_fits(shape: Shape, m: int, dtype: str) -> None:
+    """Raise BenchError where a weight as the engines hold it, x and y would take over half of the memory."""
+    width = FLOAT_DTYPES[dtype].itemsize
+    needed = 4 * (shape.N * shape.K // 2 + 4 * (shape.N * shape.K // shape.block_size))
+    needed += width * m * (shape.K + 2 * shape.N)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory // 2:
+        raise BenchError(
+            f"{shape} with {m} rows of x would take about {size_text(needed)}, over half of this machine's"
+            f" {size_text(memory)}"
+        )
 
 
-def _weight(shape: Shape) -> Lookup4Weight | QmmWeight:
+def _weight(shape: Shape, dtype: str) -> Lookup4Weight | QmmWeight:
     rng = np.random.default_rng(0)
     if shape.affine:
         grid = (shape.N, -(-shape.K // shape.block_size))
         packed = rng.integers(0, 256, (*grid, shape.block_size // 2), dtype=np.uint8)
-        scales = rng.random(grid, np.float32)
+        scales = rng.random(grid, np.float32).astype(FLOAT_DTYPES[dtype])
         return QmmWeight(packed, scales, np.full(grid, 8, np.uint8), shape.K, shape.N, shape.block_size)
     rows, cols = (shape.N, shape.K) if shape.transposed else (shape.K, shape.N)
     perm = (1, 0) if shape.transposed else (0, 1)
     packed = rng.integers(0, 256, (rows * cols + 1) // 2, dtype=np.uint8)
     scales = rng.random(-(-rows * cols // shape.block_size), np.float32)
-    return Lookup4Weight(packed, scales, formats.NF4, rows, cols, shape.block_size, perm)
+    return Lookup4Weight(packed, scales, formats.NF4, rows, cols, shape.block_size, perm, weight_dtype=dtype)
 
 
-def _dense(weight: Lookup4Weight | QmmWeight) -> np.ndarray:
-    """The matrix [K, N]."""
+def _packed_bytes(weight: Lookup4Weight | QmmWeight) -> int:
+    return weight.packed.nbytes + weight.scales.nbytes
+
+
+def _columns(weight: Lookup4Weight | QmmWeight) -> np.ndarray:
+    """The first columns of the matrix in float64 [K, some], decoded by NumPy."""
     if isinstance(weight, QmmWeight):
-        return np.ascontiguousarray(native.decode_qmm(weight).T)
-    elements = native.decode_elements(weight, 0, weight.rows * weight.cols)
-    return np.ascontiguousarray(elements.reshape(weight.rows, weight.cols).transpose(weight.perm))
+        return formats.decode_qmm(weight, 0, min(weight.N, _COMPARED)).T.astype(np.float64)
+    k, n = weight.shape
+    few, size = min(n, _COMPARED), weight.block_size
+    if weight.perm == (1, 0):
+        return formats.decode_elements(weight, 0, few * k).reshape(few, k).T.astype(np.float64)
+    parts = []
+    for row in range(0, k, size):  # so many rows begin with a block
+        piece = formats.decode_elements(weight, row * n, min(row + size, k) * n)
+        parts.append(piece.reshape(-1, n)[:, :few].astype(np.float64))
+    return np.concatenate(parts)
 
 
-def _model(
-    op: str, domain: str, leaves: Mapping[str, np.ndarray], attributes: Mapping[str, Any], version: int = 17
-) -> onnx.ModelProto:
-    node = helper.make_node(op, ["x", *leaves], ["y"], "product", domain=domain, **attributes)
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None, None]) for name in ("x", "y")]
-    weights = [numpy_helper.from_array(array, name) for name, array in leaves.items()]
-    graph = helper.make_graph([node], "product", ends[:1], ends[1:], weights)
-    opsets = [helper.make_opsetid("", version), *([helper.make_opsetid(domain, 1)] if domain else [])]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+# -- the same product
 
 
-def _runtime_of(model: onnx.ModelProto, device: str) -> tuple[Run, str]:
-    from lut4tool.runtime.session import Runtime
+def _same(
+    engines: Sequence[Engine], x: np.ndarray, columns: np.ndarray, dtype: str
+) -> tuple[list[tuple[Engine, Call]], dict[str, str]]:
+    """The engines whose product of x is right, each with its call, and by name what the others did.
 
-    runtime = Runtime(model, device)
-    kernel = "".join(str(choice.name) for choice in runtime.kernels.values())
-    return lambda x: runtime.run(None, {"x": x}), kernel
-
-
-def _ours(weight: Lookup4Weight | QmmWeight, device: str) -> tuple[Run, str]:
-    leaves = {"packed": weight.packed, "scales": weight.scales}
-    if isinstance(weight, QmmWeight):
-        name, leaves["zero_points"] = QMM, weight.zero_points
-    else:
-        name, leaves["codebook"] = LOOKUP4_MATMUL, weight.codebook
-    return _runtime_of(_model(name, DOMAIN, leaves, weight.attributes("float32")), device)
-
-
-def _decode_and_dense(weight: Lookup4Weight) -> Run:
-    """The whole weight decoded in every run, then NumPy's product."""
-    elements = np.empty(weight.rows * weight.cols, np.float32)
-    matrix = elements.reshape(weight.rows, weight.cols).transpose(weight.perm)
-
-    def run(x: np.ndarray) -> np.ndarray:
-        native.decode_elements(weight, 0, elements.size, elements)
-        product: np.ndarray = x @ matrix
-        return product
-
-    return run
-
-
-def _onnxruntime(model: onnx.ModelProto, threads: int) -> Run:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return lambda x: session.run(None, {"x": x})
-
-
-def _onnxruntime_packed(weight: Lookup4Weight | QmmWeight, threads: int) -> dict[str, Run]:
-    """The operator of onnxruntime on the same packed weight, where it has one for this layout."""
-    size = weight.block_size
-    if size < 16 or size & (size - 1):
-        return {}
-    if isinstance(weight, QmmWeight):
-        zeros = np.full((weight.N, (weight.scales.shape[1] + 1) // 2), 0x88, np.uint8)
-        leaves = {"b": weight.packed, "scales": weight.scales.reshape(-1), "zeros": zeros.reshape(-1)}
-        sizes = {"K": weight.K, "N": weight.N, "bits": 4, "block_size": size, "accuracy_level": 0}
-        return {ORT_NBITS: _onnxruntime(_model("MatMulNBits", "com.microsoft", leaves, sizes), threads)}
-    if tuple(weight.perm) != (1, 0):
-        return {}
-    sizes = {"K": weight.cols, "N": weight.rows, "block_size": size, "quant_type": 1}
-    leaves = {"b": weight.packed, "absmax": weight.scales}
-    return {ORT_BNB4: _onnxruntime(_model("MatMulBnb4", "com.microsoft", leaves, sizes), threads)}
+    Raises BenchError where ours is not.
+    """
+    wide = x.astype(np.float64)
+    exact, most = wide @ columns, _SAME[dtype] * (np.abs(wide) @ np.abs(columns))
+    calls, failed = [], {}
+    for engine in engines:
+        try:
+            call, y = call_of(engine, x)
+            off = np.abs(y[:, : columns.shape[1]].astype(np.float64) - exact) / np.maximum(most, 1e-300)
+            if not off.max() <= 1:
+                raise EngineError(f"another product: {off.max():.3g} times what rounding in {dtype} explains")
+            calls.append((engine, call))
+        except EngineError as error:
+            if engine.name == OURS:
+                raise BenchError(f"our own product by {engine.kernel}: {error}; see lut4tool selftest") from error
+            failed[engine.name] = str(error)
+    return calls, failed
 
 
 # -- time
 
 
-def _in_turns(engines: Mapping[str, Run], x: np.ndarray, seconds: float, cold: bool) -> dict[str, list[float]]:
-    """Milliseconds of each engine, one run each a turn."""
+def _in_turns(calls: Mapping[str, Call], seconds: float, cold: bool) -> dict[str, list[float]]:
+    """Milliseconds of each engine, one run each a turn; each has made its product before."""
     evict = np.zeros(_evicted_bytes() // 8) if cold else None
-    taken: dict[str, list[float]] = {name: [] for name in engines}
-    for run in engines.values():
-        run(x)
+    taken: dict[str, list[float]] = {name: [] for name in calls}
     start = time.perf_counter()
     while len(taken[OURS]) < 5 or time.perf_counter() - start < seconds:
-        for name, run in engines.items():
+        for name, call in calls.items():
             if evict is not None:
                 np.add(evict, 1, out=evict)
             begin = time.perf_counter()
-            run(x)
+            call()
             taken[name].append(1e3 * (time.perf_counter() - begin))
     return taken
 
 
-def _timings(shape: Shape, m: int, cold: bool, taken: Mapping[str, list[float]], kernel: str) -> Iterator[Timing]:
-    for name, times in taken.items():
+def _timings(
+    shape: Shape, m: int, cold: bool, taken: Mapping[str, list[float]], engines: Sequence[Engine]
+) -> Iterator[Timing]:
+    for engine in engines:
+        times = taken[engine.name]
         ratio = statistics.median(ours / it for ours, it in zip(taken[OURS], times, strict=True))
-        served = kernel if name == OURS else ""
-        yield Timing(shape, m, cold, name, served, min(times), statistics.median(times), None if served else ratio)
+        over = None if engine.name == OURS else ratio
+        yield Timing(shape, m, cold, engine.name, engine.kernel, min(times), statistics.median(times), over)
 
 
 def _bandwidth(threads: int) -> float:
@@ -294,6 +315,21 @@ def _bandwidth(threads: int) -> float:
         for reader in readers:
             reader.join()
         best = max(best, data.nbytes / (time.perf_counter() - start) / 1e9)
+    return best
+
+
+def _device_bandwidth(device: str) -> float:
+    """Gigabytes a second that a GPU reads and writes while it copies: the best of some passes over 512 MB."""
+    best, steps = 0.0, 4
+    with mx.stream(backend.device(device)):
+        data = mx.zeros(_COPIED // 4, mx.float32)
+        mx.eval(data)
+        for _ in range(8):
+            start, copy = time.perf_counter(), data
+            for _ in range(steps):
+                copy = copy + 1.0
+            mx.eval(copy)
+            best = max(best, 2 * steps * data.nbytes / (time.perf_counter() - start) / 1e9)
     return best
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -16,15 +17,21 @@ from lut4tool import __version__
 from lut4tool.errors import Lut4Error
 
 if TYPE_CHECKING:
+    import onnx
     from rich.console import Console
 
     from lut4tool.rewrite import RewriteReport
 
+USAGE = 2
 NOTHING_TO_REWRITE = 3
 DIFFERS = 4
 INTERRUPTED = 130
 
+#: What typer raises for a command line that it does not take, whichever click it brings.
+_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+
 #: Of every rich console: names of models and files are printed as they are, `[b]` and `:x:` included.
+_NO_TERMINAL = 1 << 16  # cells
 _PLAIN: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
 
 app = typer.Typer(
@@ -46,37 +53,56 @@ ExternalOption = Annotated[
 
 
 def main() -> None:
-    """Run the command line; exit 0 done, 1 error, 2 usage, 3 nothing to rewrite, 4 outputs or a witness differ."""
+    """Run the command line; exit 0 done, 1 error, 2 usage, 3 nothing to rewrite, 4 outputs or a witness differ.
+
+    With --json an error is a document on stdout too: {"error": {"kind", "message", "exit"}}.
+    """
     if hasattr(sys.stdout, "reconfigure"):  # a terminal that has no ☃ shows \u2603
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except Lut4Error as error:
-        _fail(str(error), 1)
+        _fail(error, str(error), 1)
     except OSError as error:
-        _fail(f"{error.filename or 'a file'}: {error.strerror or error}", 1)
-    except MemoryError:
-        _fail("there is not enough memory for this", 1)
-    except SystemExit as done:
-        if done.code == INTERRUPTED:  # what typer makes of Ctrl-C, without a word
-            _fail("; ".join(["interrupted", *_notes(done)]), INTERRUPTED)
+        _fail(error, f"{error.filename or 'a file'}: {error.strerror or error}", 1)
+    except MemoryError as error:
+        _fail(error, "there is not enough memory for this", 1)
+    except SystemExit as done:  # what typer makes of all that it knows
+        if interrupt := _behind(done, KeyboardInterrupt):
+            _fail(interrupt, "; ".join(["interrupted", *getattr(interrupt, "__notes__", [])]), INTERRUPTED)
+        if (usage := _behind(done, _USAGE_ERROR)) and _asked_for_json():
+            _print_error(usage, usage.format_message(), USAGE)
         raise
     except Exception as error:
         if os.environ.get("LUT4TOOL_TRACEBACK"):
             raise
-        _fail(f"internal error, {type(error).__name__}: {error} (LUT4TOOL_TRACEBACK=1 shows where)", 1)
+        what = f"internal error, {type(error).__name__}: {error} (LUT4TOOL_TRACEBACK=1 shows where)"
+        _fail(error, what, 1)
 
 
-def _notes(error: BaseException | None) -> list[str]:
-    """What the library noted on the interrupt behind an error."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return getattr(error, "__notes__", [])
+def _behind(error: BaseException, kind: Any) -> Any:
+    """The error of a kind that another came from; None where there is none."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, kind):
+        cause = cause.__cause__ or cause.__context__
+    return cause
 
 
-def _fail(message: str, status: int) -> None:
+def _fail(error: BaseException, message: str, status: int) -> None:
+    """Say what went wrong, and exit."""
     _say(message)
+    if _asked_for_json():
+        _print_error(error, message, status)
     sys.exit(status)
+
+
+def _asked_for_json() -> bool:
+    return "--json" in sys.argv[1:]
+
+
+def _print_error(error: BaseException, message: str, status: int) -> None:
+    said = {"kind": type(error).__name__, "message": " ".join(message.split()), "exit": status}
+    _print_json({"error": said})
 
 
 def _say(message: str) -> None:
@@ -92,12 +118,12 @@ def _say_differing(report: RewriteReport) -> None:
         _say(f"WITNESS DIFFERS: {refusal.node}: {refusal.reason}: left as it was; please report this fault of lut4tool")
 
 
-def _console(json_output: bool = False) -> Console:
-    """Where tables and sentences go: stdout, or stderr where stdout is one JSON document."""
+def _console() -> Console:
+    """Where tables and sentences go: stdout, as wide as its terminal, and as wide as it takes where it is none."""
     from rich.console import Console
 
-    wide = None if sys.stdout is not None and sys.stdout.isatty() else 160
-    return Console(stderr=json_output, width=wide, soft_wrap=True, **_PLAIN)
+    wide = None if sys.stdout is not None and sys.stdout.isatty() else _NO_TERMINAL
+    return Console(width=wide, soft_wrap=True, **_PLAIN)
 
 
 @contextmanager
@@ -121,7 +147,16 @@ def _progress() -> Iterator[Callable[[str, int, int], None] | None]:
 
 
 def _print_json(document: dict[str, Any]) -> None:
-    print(json.dumps(document, indent=2))
+    print(json.dumps(_finite(document), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """The value, with null for the NaN and infinities that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _size(count: int) -> str:
@@ -253,55 +288,45 @@ def expand(
 
 
 @app.command()
-def inspect(model: ModelArgument, vendor: VendorOption = False, json_output: JsonOption = False) -> None:
-    """Say which chains are found, which are refused and why, and what the weights cost packed and dense."""
+def inspect(
+    model: ModelArgument,
+    vendor: VendorOption = False,
+    allow_external: ExternalOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Say which chains are found, which are refused and why, and what the weights cost packed and dense.
+
+    Exit status 1 where a file that holds weights of the model cannot be read: what is said is of the model alone then.
+    """
     from lut4tool import tables
     from lut4tool.recognize.summary import summarize
+    from lut4tool.storage import Tensors, read_model
 
-    summary = summarize(model, vendor)
-    document = {**summary.to_json(), "unsupported": _unsupported(model)}
+    proto = read_model(model)
+    summary = summarize(proto, model.stat().st_size, Tensors(model.parent, tuple(allow_external or ())), vendor)
+    document = {**summary.to_json(), "unsupported": _unsupported(proto)}
     if json_output:
         _print_json(document)
-        return
-    console = _console()
-    tables.print_sites(console, document, "found")
-    if not document["found"] and not document["refused"]:
-        console.print("no 4-bit decode chain found")
-    operators = ", ".join(f"{name} {count}" for name, count in document["operators"].items())
-    console.print(f"operators: {operators}")
-    console.print(f"file {_size(document['file_bytes'])}, external data {_size(document['external_bytes'])}")
-    if document["found"]:
-        console.print(
-            f"weights of the found chains: {_size(document['packed_bytes'])} packed,"
-            f" {_size(document['dense_bytes'])} once decoded as float32"
-        )
-    if document["onnxruntime_bytes"]:
-        console.print(
-            f"onnxruntime takes about {_size(document['onnxruntime_bytes'])} to fold them when it loads the model"
-        )
-    for advice in summary.advice:
-        console.print(advice)
-    if document["unsupported"] is None:
-        console.print("whether `lut4tool run` serves it was not looked at: MLX does not load here")
-    elif document["unsupported"]:
-        console.print(f"`lut4tool run` does not serve it, for {len(document['unsupported'])} reason(s):")
-        for reason in document["unsupported"]:
-            console.print(f"  {reason}")
     else:
-        console.print("`lut4tool run` serves every operator of it")
+        tables.print_summary(_console(), document)
+    for missing in document["unreadable"]:
+        _say(
+            f"{missing['reason']} ({missing['tensors']} tensor{'s' * (missing['tensors'] != 1)} of it,"
+            f" {_size(missing['bytes'])}); chains, operators and sizes are told from the model alone and hold"
+        )
+    if document["unreadable"]:
+        raise typer.Exit(1)
 
 
-def _unsupported(path: Path) -> list[str] | None:
+def _unsupported(model: onnx.ModelProto) -> list[str] | None:
     """What keeps a model from running, in sentences; None where MLX does not load."""
-    from lut4tool.storage import read_model
-
     try:
         from lut4tool.runtime import backend  # it says in an error where MLX is missing
     except Lut4Error:
         return None
     from lut4tool.runtime.plan import check
 
-    return check(read_model(path), backend.device("cpu"))
+    return check(model, backend.device("cpu"))
 
 
 @app.command()
@@ -478,6 +503,7 @@ def demo(
     """Build a small transformer block with NF4 chains, rewrite it and run both, side by side."""
     import tempfile
 
+    from lut4tool import tables
     from lut4tool.demo import demo as run_demo
 
     with tempfile.TemporaryDirectory() as scratch, _progress() as progress:
@@ -485,12 +511,14 @@ def demo(
     if json_output:
         _print_json(result.to_json())
     else:
-        _console().print(result.table())
+        tables.print_demo(_console(), result.to_json())
 
 
 @app.command()
 def bench(
-    model: Annotated[Path | None, typer.Argument(metavar="MODEL", help="An ONNX file with 4-bit products.")] = None,
+    model: Annotated[
+        Path | None, typer.Argument(metavar="MODEL", help="An ONNX file with 4-bit products.", show_default=False)
+    ] = None,
     shape: Annotated[
         list[str] | None,
         typer.Option(metavar="N,K[,BLOCK]", help="N outputs, depth K; repeatable; standard: four of large models."),
@@ -498,57 +526,50 @@ def bench(
     m: Annotated[
         str, typer.Option("--m", metavar="M,M,...", help="Rows of x; standard: 1,16,128,256,512.")
     ] = "1,16,128",
+    dtype: Annotated[str, typer.Option(help="Of x and y: float32, float16 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, metal, cuda or cpu.")] = "auto",
-    seconds: Annotated[float, typer.Option(help="For each shape and number of rows.")] = 2.0,
+    seconds: Annotated[float, typer.Option(min=0, help="For each shape and number of rows.")] = 2.0,
     cold: Annotated[bool, typer.Option("--cold", help="Also with weights that no cache holds.")] = False,
+    allow_external: ExternalOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Time this machine's kernels beside dense products and onnxruntime's, in turns."""
-    from rich.table import Table
+    """Time this machine's kernels beside dense products, and onnxruntime's and bitsandbytes' where installed.
 
+    All of them take turns, so that the ratios hold on a busy machine too. One product: --shape 14336,4096.
+    """
+    from lut4tool import tables
     from lut4tool.bench import STANDARD, STANDARD_ROWS, Shape, shapes_of
     from lut4tool.bench import bench as run_bench
-    from lut4tool.storage import read_model
+    from lut4tool.storage import Tensors, read_model
 
+    rows = list(STANDARD_ROWS) if m == "standard" else _numbers(m, "--m")
     shapes = []
     for text in shape or ():
         if text == "standard":
             shapes += [Shape(*sizes) for sizes in STANDARD]
             continue
         n, k, *block = _numbers(text, "--shape", (2, 3))
+        if block and block[0] % 2:
+            raise typer.BadParameter(f"a block has an even number of elements, not {block[0]}", param_hint="--shape")
         shapes.append(Shape(n, k, block[0] if block else 64))
     if (model is None) == (not shapes):
-        raise typer.BadParameter("give a MODEL, or --shape N,K")
+        raise typer.BadParameter("give a MODEL, or --shape N,K" + " and not both" * bool(shapes))
     if model is not None:
-        shapes = shapes_of(read_model(model))
+        shapes = shapes_of(read_model(model), Tensors(model.parent, tuple(allow_external or ())))
     with _progress() as progress:
-        rows = list(STANDARD_ROWS) if m == "standard" else _numbers(m, "--m")
-        result = run_bench(shapes, rows, device, seconds, cold, progress)
-    document = result.to_json()
+        result = run_bench(shapes, rows, device, seconds, cold, progress, dtype)
     if json_output:
-        _print_json(document)
-        return
-    kernels = {row["kernel"] for row in document["timings"] if row["kernel"]}
-    title = f"{', '.join(sorted(kernels))}; {result.threads} threads; {result.bandwidth:.0f} GB/s read from memory"
-    table = Table(title=title, title_justify="left")
-    for heading in ("product", "M", "weights", "engine", "best ms", "median ms", "ours / it"):
-        table.add_column(heading, overflow="fold")
-    for row in document["timings"]:
-        ratio = "" if row["ours_over_it"] is None else f"{row['ours_over_it']:.2f}"
-        figures = [f"{row[key]:.3f}" for key in ("best", "median")]
-        table.add_row(row["shape"], str(row["m"]), "cold" if row["cold"] else "hot", row["engine"], *figures, ratio)
-    _console().print(table)
-    _console().print(
-        "ours / it: median of the ratios of runs taken in turns, under 1 where lut4tool is faster;"
-        " floor: the packed bytes over the bandwidth"
-    )
+        _print_json(result.to_json())
+    else:
+        tables.print_bench(_console(), result.to_json())
 
 
 def _numbers(text: str, option: str, counts: tuple[int, ...] = ()) -> list[int]:
     """Positive whole numbers with commas between them, so many of them where that is said."""
     numbers = [int(part) if part.strip().isdigit() else 0 for part in text.split(",")]
     if min(numbers) < 1 or (counts and len(numbers) not in counts):
-        raise typer.BadParameter(f"'{text}' is not a list of positive numbers such as 4096,4096", param_hint=option)
+        such = "4096,4096" if counts else "1,16,128"
+        raise typer.BadParameter(f"'{text}' is not a list of positive numbers such as {such}", param_hint=option)
     return numbers
 
 
@@ -557,8 +578,7 @@ def selftest(
     device: Annotated[str, typer.Option(help="auto, metal, cuda or cpu.")] = "auto", json_output: JsonOption = False
 ) -> None:
     """Check every kernel of this machine against float64 on the host; exit 4 where one is out of its bound."""
-    from rich.table import Table
-
+    from lut4tool import tables
     from lut4tool.runtime import backend  # first: it readies MLX for everything that imports it
 
     from lut4tool.kernels.selftest import selftest as run_selftest  # isort: skip
@@ -570,17 +590,7 @@ def selftest(
     if json_output:
         _print_json(document)
     else:
-        console = _console()
-        table = Table(title=document["machine"], title_justify="left")
-        for heading in ("kernel", "case", "largest error / bound", "result"):
-            table.add_column(heading, overflow="fold")
-        for row in document["cases"]:
-            table.add_row(row["kernel"], row["case"], f"{row['ratio']:.3g}", "ok" if row["ok"] else "WRONG")
-        console.print(table)
-        for name, reason in document["unavailable"].items():
-            console.print(f"{name}: not on this machine ({reason})")
-        wrong = sum(not row["ok"] for row in document["cases"])
-        console.print(f"{len(document['cases']) - wrong} of {len(document['cases'])} cases hold their bound")
+        tables.print_selftest(_console(), document)
     if not all(row["ok"] for row in document["cases"]):
         raise typer.Exit(DIFFERS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,6 @@ from lut4tool.measure import FOLDING_OFF, LUT4TOOL, ONNXRUNTIME, Measured, diffe
 
 if TYPE_CHECKING:
     import onnx
-    from rich.table import Table
 
 Progress = Callable[[str, int, int], None]
 
@@ -35,7 +34,7 @@ class _Block:
         try:
             import onnx_graphsurgeon as gs
         except ImportError as error:
-            raise DemoError("the demo model is built with onnx-graphsurgeon: pip install 'lut4tool[dev]'") from error
+            raise DemoError("the demo model is built with onnx-graphsurgeon: pip install onnx-graphsurgeon") from error
         self.gs, self.heads, self.width = gs, heads, dim // heads
         self.graph = gs.Graph(opset=17, name="transformer_block", ir_version=8)
         shapes = {"q": (dim, dim), "k": (dim, dim), "v": (dim, dim), "o": (dim, dim)}
@@ -149,7 +148,7 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class DemoReport:
-    """The demonstration's figures: file and weight sizes in bytes, and a row a model and engine."""
+    """The demonstration's figures: file and weight sizes in bytes, a row a model and engine, and why one is missing."""
 
     dim: int
     hidden: int
@@ -159,6 +158,7 @@ class DemoReport:
     rewritten_bytes: int
     dense_bytes: int
     rows: tuple[DemoRow, ...]
+    missing: Mapping[str, str]
 
     @property
     def largest_difference(self) -> float:
@@ -171,29 +171,11 @@ class DemoReport:
             {"model": row.model, "engine": row.engine, "difference": row.difference} | row.measured.to_json()
             for row in self.rows
         ]
-        return vars(self) | {"rows": rows, "largest_difference": self.largest_difference}
-
-    def table(self) -> Table:
-        """The report as a table for rich."""
-        from rich.table import Table
-
-        from lut4tool.storage import size_text
-
-        title = (
-            f"A transformer block, {self.dim} x {self.hidden}, forward and adjoint: {self.sites} products rewritten,"
-            f" {self.witness_elements:,} decoded weights compared\n"
-            f"file {size_text(self.original_bytes)} before, {size_text(self.rewritten_bytes)} after;"
-            f" its weights would be {size_text(self.dense_bytes)} as float32"
-        )
-        table = Table(title=title, title_justify="left")
-        for heading in ("model", "engine", "load", "one run", "peak memory", "of it for the model", "difference"):
-            table.add_column(heading, overflow="fold")
-        for row in self.rows:
-            facts = row.measured
-            times = (f"{facts.load_milliseconds:.0f} ms", f"{facts.run_milliseconds:.1f} ms")
-            sizes = (size_text(facts.peak_bytes), size_text(facts.model_bytes))
-            table.add_row(row.model, row.engine, *times, *sizes, f"{row.difference:.1e}")
-        return table
+        return vars(self) | {
+            "rows": rows,
+            "missing": dict(self.missing),
+            "largest_difference": self.largest_difference,
+        }
 
 
 def demo(folder: Path, progress: Progress | None = None, dim: int = 1024, hidden: int = 2816) -> DemoReport:
@@ -217,8 +199,10 @@ def demo(folder: Path, progress: Progress | None = None, dim: int = 1024, hidden
     random = np.random.default_rng(1)
     feeds = {name: random.standard_normal((_ROWS, dim), np.float32) for name in ("x", "dy")}
 
-    steps = [(ORIGINAL, LUT4TOOL), (REWRITTEN, LUT4TOOL)]
-    if find_spec("onnxruntime"):
+    steps, missing = [(ORIGINAL, LUT4TOOL), (REWRITTEN, LUT4TOOL)], {}
+    if find_spec(ONNXRUNTIME) is None:
+        missing[ONNXRUNTIME] = "not installed, so it is not compared with; pip install onnxruntime"
+    else:
         steps = [(ORIGINAL, ONNXRUNTIME), (REWRITTEN, ONNXRUNTIME), (REWRITTEN, FOLDING_OFF), *steps]
     rows: list[DemoRow] = []
     expected: dict[str, np.ndarray] = {}
@@ -237,4 +221,5 @@ def demo(folder: Path, progress: Progress | None = None, dim: int = 1024, hidden
         rewritten_bytes=paths[REWRITTEN].stat().st_size,
         dense_bytes=result.dense_bytes,
         rows=tuple(rows),
+        missing=missing,
     )

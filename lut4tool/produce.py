@@ -63,7 +63,8 @@ class QuantizeReport:
     quantized: tuple[Quantized, ...]
     left: tuple[Left, ...]
     block_size: int
-    opset: int  # of the model as it was read; below 13 it was converted
+    opset: int  # of the model as it was read
+    output_opset: int  # as it is now: where a chain needed it, raised to 13
     input_bytes: int = 0
     output_bytes: int = 0
     notes: tuple[str, ...] = ()  # what a user should know of how it was saved
@@ -75,6 +76,7 @@ class QuantizeReport:
             "left": [vars(row) | {"nodes": list(row.nodes)} for row in self.left],
             "block_size": self.block_size,
             "opset": self.opset,
+            "output_opset": self.output_opset,
             "input_bytes": self.input_bytes,
             "output_bytes": self.output_bytes,
             "notes": list(self.notes),
@@ -451,7 +453,9 @@ def quantize(
     _apply(finder)
     if progress:
         progress("quantize", len(chosen), len(chosen))
-    return QuantizeReport(tuple(done), tuple(left), block_size, opset)
+    raised = _opset(model)
+    notes = (f"the model was raised from opset {opset} to {raised}, which the chain needs",) if raised != opset else ()
+    return QuantizeReport(tuple(done), tuple(left), block_size, opset, raised, notes=notes)
 
 
 def quantize_file(
@@ -486,7 +490,7 @@ def quantize_file(
     report = quantize(model, tensors, **options, progress=progress)  # type: ignore[arg-type]
     if not report.quantized:
         none = () if report.left else (_nothing_found(match),)
-        return replace(report, input_bytes=before, notes=none)
+        return replace(report, input_bytes=before, output_opset=report.opset, notes=none)
     external = list(external_tensors(model))
     kept = sum(map(nbytes, external))
     written, notes = save(model, name, out, tensors, progress, used_only=True)
@@ -495,7 +499,7 @@ def quantize_file(
         whole = size_text(sum(Path(out).parent.joinpath(file).stat().st_size for file in files))
         used = f"{size_text(kept)} of its weights are external data in {', '.join(files)} ({whole} on disk)"
         notes = (*notes, f"{used}, which must stay beside it")
-    return replace(report, input_bytes=before, output_bytes=written + kept, notes=tuple(notes))
+    return replace(report, input_bytes=before, output_bytes=written + kept, notes=(*report.notes, *notes))
 
 
 def _nothing_found(match: str | None) -> str:

@@ -1,13 +1,87 @@
-"""What commands print of their documents: tables and lines on a rich console."""
+"""What commands print of their documents: lines, and tables that fit the terminal."""
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
 from typing import Any
 
+from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
 from lut4tool.storage import size_text
+
+#: The forms of a table, the widest first: its frame, cells between columns and at the ends, and the least of a name.
+_FORMS: Sequence[tuple[box.Box | None, int, int, int | None]] = (
+    (box.HEAVY_HEAD, 3, 4, None),
+    (None, 2, 0, None),
+    (None, 2, 0, 16),
+)
+_NO_BREAK = "\xa0"
+
+
+def print_table(
+    console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], names: Sequence[int] = (0,)
+) -> None:
+    """Print rows of text as wide as the console at most: framed, without a frame, or each row as a few lines.
+
+    names: columns whose texts may lose their middle. Figures are never cut.
+    """
+    if title:
+        console.print(title)
+    if not rows:
+        return
+    columns = list(zip(*rows, strict=True))
+    for frame, between, ends, least in _FORMS:
+        heads = [[heading] if frame else heading.split() for heading in headings]
+        widths = [max(map(cell_len, (*cells, *head))) for head, cells in zip(heads, columns, strict=True)]
+        room = console.width - between * (len(widths) - 1) - ends
+        if least is not None:
+            widths = _narrowed(widths, names, room, least)
+        if sum(widths) <= room:
+            console.print(_table(frame, headings, rows, widths))
+            return
+    for name, *figures in rows:
+        facts = [f"{what} {figure}" for what, figure in zip(headings[1:], figures, strict=True) if figure]
+        whole = ", ".join(fact.replace(" ", _NO_BREAK) for fact in facts)
+        console.print(name)
+        for line in textwrap.wrap(whole, max(console.width - 2, 20), break_long_words=False, break_on_hyphens=False):
+            console.print("  " + line.replace(_NO_BREAK, " "))
+
+
+def _table(frame: box.Box | None, headings: Sequence[str], rows: Sequence[Sequence[str]], widths: list[int]) -> Table:
+    table = Table(box=frame, padding=(0, 1) if frame else (0, 2, 0, 0), pad_edge=frame is not None)
+    for heading, width in zip(headings, widths, strict=True):
+        table.add_column(heading, width=width, overflow="fold")
+    for row in rows:
+        table.add_row(*(shortened(text, width) for text, width in zip(row, widths, strict=True)))
+    return table
+
+
+def _narrowed(widths: Sequence[int], names: Sequence[int], room: int, least: int) -> list[int]:
+    """Widths with the widest names made narrower, a cell at a time, until all fit or none may be narrower."""
+    narrow = list(widths)
+    while sum(narrow) > room:
+        widest = max(names, key=lambda column: narrow[column])
+        if narrow[widest] <= least:
+            break
+        narrow[widest] -= 1
+    return narrow
+
+
+def shortened(text: str, width: int) -> str:
+    """The text, without its middle where it takes more than `width` cells."""
+    if cell_len(text) <= width:
+        return text
+    head = tail = ""
+    for at in range(len(text)):  # from both ends in turn; signs may be two cells wide
+        grown = (head, text[len(text) - len(tail) - 1 :]) if at % 2 else (text[: len(head) + 1], tail)
+        if cell_len("".join(grown)) > width - 3:
+            break
+        head, tail = grown
+    return f"{head}...{tail}"
 
 
 def sizes(document: dict[str, Any]) -> str:
@@ -20,18 +94,43 @@ def sizes(document: dict[str, Any]) -> str:
 def print_sites(console: Console, document: dict[str, Any], key: str) -> None:
     """Print the table of proved sites and the sentence of each refusal."""
     if document[key]:
-        table = Table(title=f"{len(document[key])} {key}", title_justify="left")
         headings = ["node", "operator", "rows x cols", "block", "weight type", "bytes"]
         headings += ["checked"] if key == "rewritten" else ["chain", "packed", "decoded", "onnxruntime"]
-        for heading in headings:
-            table.add_column(heading, overflow="fold")
+        rows = []
         for site in document[key]:
             row = [site["node"], site["op"], f"{site['rows']} x {site['cols']}"]
             row += [str(site["block_size"]), site["weight_dtype"], site["bytes"]]
-            table.add_row(*row, *(_checked(site) if key == "rewritten" else _costs(site)))
-        console.print(table)
+            rows.append(row + (_checked(site) if key == "rewritten" else _costs(site)))
+        print_table(console, f"{len(document[key])} {key}", headings, rows)
     for refusal in document["refused"]:
         console.print(f"refused: {refusal['node']}: {refusal['reason']}")
+
+
+def print_summary(console: Console, document: dict[str, Any]) -> None:
+    """Print what `inspect` found: sites, operators, sizes, what to do next, and whether `run` serves the model."""
+    print_sites(console, document, "found")
+    if not document["found"] and not document["refused"]:
+        console.print("no 4-bit decode chain found")
+    console.print("operators: " + ", ".join(f"{name} {count}" for name, count in document["operators"].items()))
+    console.print(f"file {size_text(document['file_bytes'])}, external data {size_text(document['external_bytes'])}")
+    if document["found"]:
+        console.print(
+            f"weights of the found chains: {size_text(document['packed_bytes'])} packed,"
+            f" {size_text(document['dense_bytes'])} once decoded as float32"
+        )
+    if document["onnxruntime_bytes"]:
+        size = size_text(document["onnxruntime_bytes"])
+        console.print(f"onnxruntime takes about {size} to fold them when it loads the model")
+    for advice in document["advice"]:
+        console.print(advice)
+    if document["unsupported"] is None:
+        console.print("whether `lut4tool run` serves it was not looked at: MLX does not load here")
+    elif document["unsupported"]:
+        console.print(f"`lut4tool run` does not serve it, for {len(document['unsupported'])} reason(s):")
+        for reason in document["unsupported"]:
+            console.print(f"  {reason}")
+    else:
+        console.print("`lut4tool run` serves every operator of it")
 
 
 def _checked(site: dict[str, Any]) -> list[str]:
@@ -49,22 +148,13 @@ def _costs(site: dict[str, Any]) -> list[str]:
 
 def print_run(console: Console, document: dict[str, Any]) -> None:
     """Print a run's outputs, how they compare, which kernels served, times, and what cost most."""
-    table = Table(title="outputs", title_justify="left")
-    for heading in ("name", "type", "shape", "min", "mean", "max"):
-        table.add_column(heading, overflow="fold")
+    rows = []
     for row in document["outputs"]:
         figures = [f"{row[key]:.6g}" if row[key] is not None else "-" for key in ("min", "mean", "max")]
-        table.add_row(row["name"], row["type"], str(row["shape"]), *figures)
-    console.print(table)
+        rows.append([row["name"], row["type"], str(row["shape"]), *figures])
+    print_table(console, "outputs", ("name", "type", "shape", "min", "mean", "max"), rows)
     if document["expected"]:
-        table = Table(title="against the expected", title_justify="left")
-        for heading in ("name", "max abs", "max rel", "cosine", "NaN here / there", "within"):
-            table.add_column(heading, overflow="fold")
-        for row in document["expected"]:
-            nans = f"{row['nan']} / {row['nan_expected']}"
-            figures = [f"{row[key]:.3g}" if row[key] is not None else "-" for key in ("max_abs", "max_rel", "cosine")]
-            table.add_row(row["name"], *figures, nans, "yes" if row["within"] else f"no: {row['why']}")
-        console.print(table)
+        _print_compared(console, document["expected"])
     served: dict[str, list[str]] = {}
     for kernel in document["kernels"]:
         served.setdefault(kernel["kernel"], []).append(kernel["node"])
@@ -82,3 +172,77 @@ def print_run(console: Console, document: dict[str, Any]) -> None:
         console.print(
             f"{row['milliseconds']:9.3f} ms {row['count']:5d} x {what:40} {row['where']:10} {size_text(row['bytes'])}"
         )
+
+
+def _print_compared(console: Console, compared: Sequence[dict[str, Any]]) -> None:
+    rows = []
+    for row in compared:
+        figures = [f"{row[key]:.3g}" if row[key] is not None else "-" for key in ("max_abs", "max_rel", "cosine")]
+        nans = f"{row['nan']} / {row['nan_expected']}"
+        rows.append([row["name"], *figures, nans, "yes" if row["within"] else "no"])
+    headings = ("name", "max abs", "max rel", "cosine", "NaN here / there", "within")
+    print_table(console, "against the expected", headings, rows)
+    for row in compared:
+        if not row["within"]:
+            console.print(f"{row['name']}: {row['why']}")
+
+
+def print_demo(console: Console, document: dict[str, Any]) -> None:
+    """Print the demonstration's figures."""
+    console.print(
+        f"A transformer block, {document['dim']} x {document['hidden']}, forward and adjoint:"
+        f" {document['sites']} products rewritten, {document['witness_elements']:,} decoded weights compared"
+    )
+    console.print(
+        f"file {size_text(document['original_bytes'])} before, {size_text(document['rewritten_bytes'])} after;"
+        f" its weights would be {size_text(document['dense_bytes'])} as float32"
+    )
+    rows = []
+    for row in document["rows"]:
+        times = (f"{row['load_milliseconds']:.0f} ms", f"{row['run_milliseconds']:.1f} ms")
+        memory = (size_text(row["peak_bytes"]), size_text(row["model_bytes"]))
+        rows.append([row["model"], row["engine"], *times, *memory, f"{row['difference']:.1e}"])
+    headings = ("model", "engine", "load", "one run", "peak memory", "of it for the model", "difference")
+    print_table(console, "", headings, rows, names=(1,))
+    for name, why in document["missing"].items():
+        console.print(f"{name}: {why}")
+
+
+def print_bench(console: Console, document: dict[str, Any]) -> None:
+    """Print the times of each product, what they are of, and the engines that are missing."""
+    machine, threads = document["machine"], document["threads"]
+    where = f"{threads} thread{'s' * (threads != 1)}" if machine["device"] == "cpu" else machine["device"]
+    console.print(f"{document['dtype']} on {where}; {document['bandwidth']:.0f} GB/s from memory; {document['timed']}")
+    cold = any(row["cold"] for row in document["timings"])
+    headings = ["engine", "best ms", "median ms", "ours / it"]
+    groups: dict[str, list[list[str]]] = {}
+    for row in document["timings"]:
+        ratio = "" if row["ours_over_it"] is None else f"{row['ours_over_it']:.2f}"
+        what = f"{row['shape']}, M {row['m']}" + (", cold" if row["cold"] else ", hot" if cold else "")
+        name = f"{row['engine']} ({row['kernel']})" if row["kernel"] else row["engine"]
+        groups.setdefault(what, []).append([name, f"{row['best']:.3f}", f"{row['median']:.3f}", ratio])
+    for what, rows in groups.items():
+        print_table(console, what, headings, rows)
+    shapes = {row["shape"] for row in document["timings"]}
+    said: dict[tuple[str, str], list[str]] = {}
+    for missing in document["missing"]:
+        said.setdefault((missing["engine"], missing["reason"]), []).append(missing["shape"])
+    for (engine, reason), where_missing in said.items():
+        some = "" if set(where_missing) == shapes else f" ({'; '.join(where_missing)})"
+        console.print(f"{engine}: {reason}{some}")
+    console.print(
+        "ours / it: median of the ratios of runs taken in turns, under 1 where lut4tool is faster;"
+        " floor: the packed bytes over the bandwidth"
+    )
+
+
+def print_selftest(console: Console, document: dict[str, Any]) -> None:
+    """Print what was tried and whether it holds, and the kernels that are not here."""
+    rows = [
+        [row["case"], row["kernel"], f"{row['ratio']:.3g}", "ok" if row["ok"] else "WRONG"] for row in document["cases"]
+    ]
+    print_table(console, document["machine"], ("case", "kernel", "largest error / bound", "result"), rows, (0, 1))
+    for name, reason in document["unavailable"].items():
+        console.print(f"{name}: not on this machine ({reason})")
+    wrong = sum(not row["ok"] for row in document["cases"])
+    console.print(f"{len(document['cases']) - wrong} of {len(document['cases'])} cases hold their bound")

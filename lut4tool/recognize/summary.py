@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx
@@ -16,12 +15,22 @@ from lut4tool.recognize.chains import VENDOR_CHAINS
 from lut4tool.recognize.cost import Cost, cost, folds
 from lut4tool.recognize.proof import Proof, Report
 from lut4tool.recognize.walk import VENDOR_PRODUCTS
-from lut4tool.storage import Tensors, external_tensors, nbytes, read_model
+from lut4tool.storage import StorageError, Tensors, external_tensors, location, nbytes
 
 _FOLDING = (
     "onnxruntime decodes them to dense float32 when it loads the model, "
     'unless the session has disabled_optimizers=["ConstantFolding"]'
 )
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A file of external data that cannot be read: why, and the tensors that it lacks, of so many bytes."""
+
+    file: str
+    reason: str
+    tensors: int
+    bytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +44,7 @@ class Summary:
     packed_bytes: int
     dense_bytes: int
     advice: tuple[str, ...]
+    unreadable: tuple[Unreadable, ...]
 
     def to_json(self) -> dict[str, Any]:
         """The document of `inspect --json` (DESIGN section 7)."""
@@ -49,23 +59,38 @@ class Summary:
             "dense_bytes": self.dense_bytes,
             "onnxruntime_bytes": _folded_at_once(self.report.proofs, costs),
             "advice": list(self.advice),
+            "unreadable": [vars(file) for file in self.unreadable],
         }
 
 
-def summarize(path: Path, vendor: bool = False) -> Summary:
-    """Read a model and summarize it; `vendor`: MatMulBnb4 and MatMulNBits too. Raises StorageError where it is none."""
-    model = read_model(path)
-    report = recognize(model, vendor=vendor, tensors=Tensors(path.parent))
+def summarize(model: onnx.ModelProto, file_bytes: int, tensors: Tensors, vendor: bool = False) -> Summary:
+    """Summarize a model of `file_bytes`; `vendor`: MatMulBnb4 and MatMulNBits too. Its weights are not read."""
+    report = recognize(model, vendor=vendor, tensors=tensors)
     distinct = distinct_weights(report.proofs)
+    external = external_tensors(model)
     return Summary(
         report,
         dict(_operators(model).most_common()),
-        path.stat().st_size,
-        sum(map(nbytes, external_tensors(model))),
+        file_bytes,
+        sum(map(nbytes, external)),
         sum(proof.nbytes for proof in distinct),
         sum(4 * proof.rows * proof.cols for proof in distinct),
         advise(model, report),
+        _unreadable(external, tensors),
     )
+
+
+def _unreadable(external: list[onnx.TensorProto], tensors: Tensors) -> tuple[Unreadable, ...]:
+    """The files among a model's external data that are missing, cut or not to be opened."""
+    found: dict[str, Unreadable] = {}
+    for tensor in external:
+        try:
+            tensors.raw(tensor)  # a view of the file's map: no byte is read
+        except StorageError as error:
+            file = location(tensor)
+            first = found.get(file, Unreadable(file, str(error), 0, 0))
+            found[file] = replace(first, tensors=first.tensors + 1, bytes=first.bytes + nbytes(tensor))
+    return tuple(found.values())
 
 
 def _folded_at_once(proofs: tuple[Proof, ...], costs: Mapping[int, Cost]) -> int:

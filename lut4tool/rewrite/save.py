@@ -24,6 +24,8 @@ Progress = Callable[[str, int, int], None]
 _LEAST_EXTERNAL = 1024
 #: Tensors laid out anew that are larger than this go to a file.
 _MOST_INLINE = 1 << 20
+#: A model that is replaced is looked at up to this size: one with external data is small.
+_MOST_LOOKED_AT = 1 << 24
 
 
 def check_target(source: str, target: str, force: bool) -> None:
@@ -57,6 +59,7 @@ def save(
     """
     real = os.path.realpath(target)
     external = storage.external_tensors(model)
+    former = _data_files(target)
     tensors.check_unchanged()
     try:
         with Folder(os.path.dirname(target) or ".", os.path.basename(target)) as folder:
@@ -73,9 +76,29 @@ def save(
                 file.flush()
                 tensors.check_unchanged()
                 _commit(file, real, folder)
-        return size, tuple(notes)
+        return size, (*notes, *_left_over(former, model, target))
     except OSError as error:
         raise StorageError(f"cannot write {target}: {storage.reason(error)}") from error
+
+
+def _data_files(target: str) -> set[str]:
+    """The locations of external data of a model that is about to be replaced, where it is one and is small."""
+    with contextlib.suppress(OSError, StorageError):
+        if os.path.getsize(target) <= _MOST_LOOKED_AT:
+            return {os.path.normpath(storage.location(t)) for t in storage.external_tensors(storage.read_model(target))}
+    return set()
+
+
+def _left_over(former: set[str], model: onnx.ModelProto, target: str) -> list[str]:
+    """A note for each file that only the replaced model had: it is not removed, as other models may use it."""
+    used = {os.path.normpath(storage.location(tensor)) for tensor in storage.external_tensors(model)}
+    paths = {name: os.path.join(os.path.dirname(target), name) for name in sorted(former - used)}
+    return [
+        f"{name} ({storage.size_text(os.path.getsize(path))}) held data of the model that was replaced; this one does"
+        " not use it"
+        for name, path in paths.items()
+        if os.path.isfile(path)
+    ]
 
 
 def _commit(file: BinaryIO, path: str, folder: Folder) -> None:

@@ -368,7 +368,7 @@ def test_outputs_of_any_name_are_written(run: Run, plain: Path) -> None:
 def test_an_unforeseen_error_is_one_line_too(run: Run, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lut4tool.recognize import summary
 
-    monkeypatch.setattr(summary, "read_model", lambda path: 1 / 0)
+    monkeypatch.setattr(summary, "summarize", lambda *_: 1 / 0)
     result = run("inspect", plain)
     assert result.status == 1
     assert re.fullmatch(r"lut4tool: internal error, ZeroDivisionError: .*\n", result.err)

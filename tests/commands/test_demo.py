@@ -50,7 +50,7 @@ def test_heads_must_divide_dim():
 
 def test_without_graphsurgeon_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnx_graphsurgeon", None)
-    with pytest.raises(DemoError, match=r"pip install 'lut4tool\[dev\]'"):
+    with pytest.raises(DemoError, match="pip install onnx-graphsurgeon"):
         build_block(64, 96)
 
 
@@ -72,8 +72,17 @@ def test_the_demo_measures_both_models_in_every_engine(tmp_path):
     assert [len(row.measured.kernels) for row in report.rows] == [0, 0, 0, 0, 14]
     assert all(0 < row.measured.model_bytes < row.measured.peak_bytes for row in report.rows)
     assert json.loads(json.dumps(report.to_json()))["rows"][4]["model"] == "rewritten"
-    assert len(report.table().rows) == 5
+    assert report.missing == {}
     assert ("measure", 5, 5) in seen
+
+
+def test_without_onnxruntime_it_says_so_and_measures_ours(tmp_path, monkeypatch):
+    monkeypatch.setattr("lut4tool.demo.find_spec", lambda name: None)
+    report = demo(tmp_path, dim=64, hidden=96)
+    assert [row.engine for row in report.rows] == [LUT4TOOL, LUT4TOOL]
+    assert report.to_json()["missing"] == {
+        "onnxruntime": "not installed, so it is not compared with; pip install onnxruntime"
+    }
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -23,7 +23,8 @@ ARROWS: dict[str, set[str]] = {
     "tables": {"storage"},  # sizes as text
     "native": {"formats"},
     "measure": {"runtime"},  # time and peak memory of a process
-    "bench": {"formats", "native", "recognize", "runtime"},  # times of one product
+    "engines": {"formats", "native", "storage", "kernels", "runtime"},  # what makes one product, peers too
+    "bench": {"formats", "native", "storage", "recognize", "runtime", "engines"},  # times of one product
     "recognize": {"formats", "storage", "native"},
     "rewrite": {"recognize", "formats", "storage", "native"},
     "kernels": {"formats", "native"},

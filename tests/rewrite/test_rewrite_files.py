@@ -140,6 +140,21 @@ def test_out_is_never_the_data(built, tmp_path):
     assert_same_results(built, load(tmp_path / "b" / "w.bin"))
 
 
+def test_data_of_a_replaced_model_is_named_and_kept(built, tmp_path):
+    out = write(built.model, tmp_path / "out.onnx", external="out.onnx.data")
+    data = (tmp_path / "out.onnx.data").read_bytes()
+    source = write(built.model, tmp_path / "in.onnx")
+    (note,) = rewrite(source, out, force=True).notes
+    size = storage.size_text(len(data))
+    assert note == f"out.onnx.data ({size}) held data of the model that was replaced; this one does not use it"
+    assert (tmp_path / "out.onnx.data").read_bytes() == data
+    assert rewrite(source, out, force=True).notes == ()  # the one that is replaced now has none
+    out = write(built.model, tmp_path / "out.onnx", external="out.onnx.data")
+    assert rewrite(out, out).notes == ()  # in place it is still used
+    out.write_bytes(b"no model")
+    assert rewrite(source, out, force=True).notes == ()
+
+
 def test_an_existing_out_needs_force(built, tmp_path):
     source = write(built.model, tmp_path / "in.onnx")
     out = tmp_path / "out.onnx"
