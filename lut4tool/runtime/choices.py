@@ -32,6 +32,7 @@ CHOICES: dict[tuple[str, str], tuple[str, ...]] = {
     **{(name, "round_mode"): ("up", "down", "nearest") for name in ("Cast", "CastLike")},
     ("CastMap", "cast_to"): ("TO_FLOAT", "TO_STRING", "TO_INT64"),
     ("CastMap", "map_form"): ("DENSE", "SPARSE"),
+    ("CausalConvWithState", "activation"): ("none", "silu", "swish"),
     ("DepthToSpace", "mode"): ("DCR", "CRD"),
     ("Gelu", "approximate"): ("none", "tanh"),
     ("GridSample", "mode"): ("linear", "nearest", "cubic", "bilinear", "bicubic"),

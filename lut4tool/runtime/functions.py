@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import onnx
+from onnx import helper
 from onnx.defs import OpSchema
 
-from lut4tool.storage import subgraphs
-
-#: Initializers above this many bytes lose their data in the copy that types are inferred on.
-_DATA_BYTES = 1024
+from lut4tool.runtime.registry import Unsupported
 
 
 def schema_of(domain: str, name: str, version: int) -> OpSchema | None:
@@ -27,56 +25,26 @@ def is_random(schema: Any) -> bool:
 
 # onnx's type stubs lack the schema's functions, hence Any.
 def body_of(
-    node: onnx.NodeProto, schema: Any, version: int, type_of: Callable[[str], onnx.TypeProto | None]
+    node: onnx.NodeProto, schema: Any, version: int, elements: Sequence[int | None]
 ) -> onnx.FunctionProto | None:
     """The body that the schema gives for this node, None where it gives none.
 
-    type_of: the type of a value, which the body may depend on (None: not known, then such a body is not made).
+    elements: the element type of each input, 0 for one that is left out, which the body may depend on (None: not known,
+    then such a body is not made). Raises Unsupported where onnx cannot make one of a malformed node.
     """
     usable = [at for at in schema.function_opset_versions if at <= version]
     if usable:
         return _parse(schema.get_function_with_opset_version(max(usable)))
     usable = [at for at in schema.context_dependent_function_opset_versions if at <= version]
-    types = [type_of(name) if name else None for name in node.input] if usable else []
-    if not usable or any(kind is None and name for kind, name in zip(types, node.input, strict=True)):
+    if not usable or None in elements:
         return None
-    given = [(kind or onnx.TypeProto()).SerializeToString() for kind in types]
-    return _parse(
-        schema.get_context_dependent_function_with_opset_version(max(usable), node.SerializeToString(), given)
-    )
+    types = [helper.make_tensor_type_proto(element, None) if element else onnx.TypeProto() for element in elements]
+    given, make = [kind.SerializeToString() for kind in types], schema.get_context_dependent_function_with_opset_version
+    try:
+        return _parse(make(max(usable), node.SerializeToString(), given))
+    except (RuntimeError, ValueError, TypeError, IndexError, MemoryError) as error:  # what onnx's C++ throws
+        raise Unsupported(f"the standard has no body for it as it is: {error}") from error
 
 
 def _parse(body: bytes) -> onnx.FunctionProto | None:
     return onnx.FunctionProto.FromString(body) if body else None
-
-
-def infer_types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
-    """The type of every value that shape inference knows, subgraphs included, without copying the weights."""
-    stripped = onnx.ModelProto(ir_version=model.ir_version)
-    stripped.opset_import.extend(model.opset_import)
-    stripped.functions.extend(model.functions)
-    graph = stripped.graph
-    for field in ("node", "input", "output", "value_info"):
-        getattr(graph, field).extend(getattr(model.graph, field))
-    for tensor in model.graph.initializer:
-        if tensor.ByteSize() <= _DATA_BYTES:
-            graph.initializer.append(tensor)
-        else:
-            graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
-    inferred = onnx.shape_inference.infer_shapes(stripped)
-    return {value.name: value.type for graph in _graphs(inferred.graph) for value in _typed(graph)}
-
-
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    yield graph
-    for node in graph.node:
-        for inner in subgraphs(node):
-            yield from _graphs(inner)
-
-
-def _typed(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
-    yield from graph.input
-    yield from graph.output
-    yield from graph.value_info
-    for tensor in graph.initializer:
-        yield onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))

@@ -24,7 +24,7 @@ from lut4tool.runtime.backend import mx
 from lut4tool.runtime.binding import Call, Frame, bind, bind_either, bind_host
 from lut4tool.runtime.dtypes import load, on_host, to_device, to_numpy
 from lut4tool.runtime.folding import FILLED, FOLDED, quantized, widens
-from lut4tool.runtime.functions import body_of, infer_types, is_random, schema_of
+from lut4tool.runtime.functions import body_of, is_random, schema_of
 from lut4tool.runtime.fusion import fuse
 from lut4tool.runtime.graph import ABSENT, DROPPED, Graph, RunError, Step
 from lut4tool.runtime.registry import Operator, Unsupported
@@ -158,7 +158,6 @@ class _Planner:
         self.kernels: dict[str, Any] = {}
         self.subgraphs: dict[str, Graph] = {}
         self.functions = {(_domain(f.domain), f.name, f.overload): f for f in model.functions}
-        self.types: dict[str, onnx.TypeProto] | None = None
         self.inlined = 0
 
     def plan(self) -> Plan:
@@ -331,7 +330,12 @@ class _Planner:
     def expand(self, site: Site) -> None:
         """Plan the standard's own body of an operator that no row serves."""
         node, schema = site.node, schema_of(site.domain, site.node.op_type, site.version)
-        function = body_of(node, schema, site.version, self.type_of) if schema is not None else None
+        elements = [0 if value.absent else types.number(value.type) for value in site.inputs]
+        try:
+            function = body_of(node, schema, site.version, elements) if schema is not None else None
+        except Unsupported as error:
+            self.problem(f"node '{site.name}' ({node.op_type}): {error}")
+            return
         if schema is None or function is None:
             what = f"{site.domain or 'ai.onnx'}::{node.op_type}"
             why = registry.REFUSED.get((site.domain, node.op_type))
@@ -345,16 +349,6 @@ class _Planner:
             if value.type != AttributeProto.UNDEFINED
         }
         self.inline(site, function, defaults)
-
-    def type_of(self, name: str) -> onnx.TypeProto | None:
-        """The type of a value of the model, by shape inference, which runs where a body depends on types."""
-        if self.types is None:
-            try:
-                self.types = infer_types(self.model)
-            except onnx.shape_inference.InferenceError as error:
-                self.problem(f"the types of the model's values contradict each other: {error}")
-                self.types = {}
-        return self.types.get(name)
 
     # -- steps
 

@@ -246,6 +246,11 @@ def type_text(proto: onnx.TypeProto) -> str | None:
     return f"{start}({element.name})" if element else None
 
 
+def number(kind: str | None) -> int | None:
+    """The number of a tensor's element type, None where it is not known or no tensor's."""
+    return _BY_TEXT[kind].number if kind in _BY_TEXT else None
+
+
 def listed(types: Iterable[str]) -> str:
     """Types in the order of the standard's numbers, tensors by their element type alone."""
     wanted = set(types)

@@ -71,6 +71,14 @@ def causal_conv_with_state(
     return finish(outward(y), x), finish(_windowed(xp, states, state_window), x)
 
 
+@op("CausalConvWithState", since=27)
+def causal_convolution(
+    x: Any, weight: Any, bias: Any = None, past_state: Any = None, *, activation: str = "none"
+) -> Any:
+    """The standard's is com.microsoft's of three dimensions, channels first."""
+    return causal_conv_with_state(x, weight, bias, past_state, activation=activation)
+
+
 def _attention_check(node: Node) -> None:
     """Refuse inputs that the update rule does not use, and rules without theirs."""
     only(update_rule=("gated_delta", "linear", "gated", "delta"))(node)
