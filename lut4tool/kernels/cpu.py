@@ -39,7 +39,12 @@ def available() -> bool:
     if not native.compiled():
         return False
     packed, scales = np.arange(512, dtype=np.uint8), np.full(32, 0.5, np.float32)
-    for kernel, rows, perm in (("gemv", 1, (0, 1)), ("tile", 2, (0, 1)), ("digits", 17, (1, 0))):
+    for kernel, rows, perm in (
+        ("gemv", 1, (0, 1)),
+        ("tile", 2, (0, 1)),
+        ("digits", 17, (0, 1)),
+        ("digits", 17, (1, 0)),
+    ):
         probe = Lookup4Weight(packed, scales, np.arange(16, dtype=np.float32), 32, 32, 32, perm)
         x, y = np.ones((rows, 32), np.float32), np.empty((rows, 32), np.float32)
         native.Matrix(probe).multiply(x, y, kernel)
@@ -96,7 +101,7 @@ def matrix_of(weight: Lookup4Weight | QmmWeight) -> native.Matrix:
 def pick(rows: int, weight: Lookup4Weight | QmmWeight) -> str:
     """Name the kernel for a number of rows of x; "digits" are floats where the weight's layout is nothing for them."""
     along_n = isinstance(weight, Lookup4Weight) and tuple(weight.perm) == (0, 1)
-    group = "W [K, N]" if along_n else "W [N, K], amx" if describe() == "amx" else "W [N, K]"
+    group = ("W [K, N]" if along_n else "W [N, K]") + (", amx" if describe() == "amx" else "")
     name = thresholds.pick("cpu", group, rows)
     return "tile" if name == "gemv" and not matrix_of(weight).serves_gemv else name
 

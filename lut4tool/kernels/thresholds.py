@@ -12,6 +12,7 @@ MOST_ROWS: dict[str, dict[str, dict[str, int]]] = {
     "cpu": {
         "W [N, K], amx": {"gemv": 3, "tile": 8, "digits": 1 << 62},
         "W [N, K]": {"gemv": 3, "tile": 1 << 62},
+        "W [K, N], amx": {"gemv": 5, "tile": 8, "digits": 1 << 62},
         "W [K, N]": {"gemv": 5, "tile": 1 << 62},
     },
     "metal": {"half": {"gemv": 8, "tile": 256}, "float32": {"gemv": 8, "tile": 1 << 62}},

@@ -39,7 +39,7 @@ constexpr int LEAST_EXPONENT = -40;                           // of a row of x i
 constexpr int MOST_EXPONENT = 50;                             // of weights, either way
 constexpr size_t MOST_DEPTH = size_t(1) << 20;
 
-bool serves(const Packed4 &weight) { return weight.along_k && serves_gemv(weight) && weight.depth() <= MOST_DEPTH; }
+bool serves(const Packed4 &weight) { return serves_gemv(weight) && weight.depth() <= MOST_DEPTH; }
 
 DigitShape shape_of(const Packed4 &weight, size_t M) {
     const size_t tiles = (M + L - 1) / L, panels = (weight.depth() + DEPTH - 1) / DEPTH;
@@ -65,22 +65,26 @@ INLINE __m512i planes_of(__m512i digits) {
 
 INLINE __m128i first_digits(__m512i whole) { return _mm512_cvtepi32_epi8(_mm512_srli_epi32(_mm512_abs_epi32(whole), 24)); }
 
-// ---- x: planes [four values][row], in the order that nibbles are in ----
+// ---- x, where weights lie along K: planes [four values][row], in the order that nibbles are in; else [row][value] ----
 
-// Digits of a row's run, `count` values of it: planes [64], each apart by a tile.
-void split_run(const float *x, size_t count, bool high_nibble_first, float power, std::int8_t *planes) {
+// A run's values, `count` of them and then zeros, by nibbles where its weights lie along K.
+void values_of_run(const Packed4 &weight, const float *x, size_t count, __m512 *values) {
+    __m512 there[4];
+    for (size_t i = 0; i < 4; ++i) {
+        const size_t rest = count > i * L ? count - i * L : 0;
+        there[i] = _mm512_maskz_loadu_ps(rest >= L ? 0xffff : __mmask16((1u << rest) - 1), x + i * L);
+    }
     const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-    __m512 values[4];
-    for (size_t i = 0; i < 2; ++i) {
-        __m512 two[2];
-        for (size_t j = 0; j < 2; ++j) {
-            const size_t at = (2 * i + j) * L, there = count > at ? count - at : 0;
-            two[j] = _mm512_maskz_loadu_ps(there >= L ? 0xffff : __mmask16((1u << there) - 1), x + at);
-        }
-        values[i] = _mm512_permutex2var_ps(two[0], high_nibble_first ? odd : even, two[1]);
-        values[2 + i] = _mm512_permutex2var_ps(two[0], high_nibble_first ? even : odd, two[1]);
+    for (size_t i = 0; i < 4; ++i) {
+        const bool first = (i < 2) != weight.high_nibble_first;
+        const __m512 *two = there + 2 * (i % 2);
+        values[i] = weight.along_k ? _mm512_permutex2var_ps(two[0], first ? even : odd, two[1]) : there[i];
     }
+}
+
+// Digits of a row's run: planes [64], each apart by a tile.
+void split_run(const __m512 *values, float power, std::int8_t *planes) {
     for (size_t i = 0; i < 4; ++i) {
         const __m512i whole = _mm512_cvtps_epi32(_mm512_scalef_ps(values[i], _mm512_set1_ps(power)));
         alignas(64) std::int8_t digits[DIGITS * L];
@@ -143,21 +147,38 @@ void split(const Packed4 &weight, const float *x, size_t tile, const DigitRows &
         }
         for (size_t run = 0; run * RUN < count; ++run) {
             for (size_t r = 0; r < rows; ++r) {
-                const float *values = x + (tile * L + r) * depth + p * DEPTH + run * RUN;
-                split_run(values, count - run * RUN, weight.high_nibble_first, float(31 - used[r]), planes + r * RUN);
+                __m512 values[4];
+                values_of_run(weight, x + (tile * L + r) * depth + p * DEPTH + run * RUN, count - run * RUN, values);
+                split_run(values, float(31 - used[r]), planes + r * RUN);
             }
-            transpose_run(planes, out.planes + at * PANEL_BYTES + run * RUN_BYTES);
+            std::int8_t *to = out.planes + at * PANEL_BYTES + run * RUN_BYTES;
+            weight.along_k ? transpose_run(planes, to) : void(std::memcpy(to, planes, RUN_BYTES));
         }
     }
 }
 
-// ---- weights: planes [output][value] ----
+// ---- weights ----
 
-// Of a group of outputs: digits [run][plane][output][value], and the powers of two that they count.
+// Of a group of outputs: digits [run][plane], and the powers of two that they count. A plane is [output][value] along K,
+// [four values][output] along N.
 struct GroupPanel {
     alignas(64) std::int8_t digits[PANEL_BYTES];
     alignas(64) double scales[L];
     alignas(64) float sizes[L];
+};
+
+// What weights of at most so much (twice the bits) are multiplied by to be whole, and what the sums then count: NaN where
+// the powers of two do not fit.
+struct WeightScale {
+    float power;
+    double scale;
+
+    explicit WeightScale(std::uint32_t largest) {
+        const int exponent = exponent_of(largest);
+        const bool fits = exponent >= -MOST_EXPONENT && exponent <= MOST_EXPONENT;
+        power = fits ? std::ldexp(1.0f, 31 - exponent) : 0;
+        scale = largest == 0 ? 0 : fits ? std::ldexp(1.0, exponent - 22) : NAN;
+    }
 };
 
 // Digits of 32 values of a row of weights: its table, four planes of 16 digits, and the first digits' sizes.
@@ -182,12 +203,9 @@ void decode_row(const Weight &weight, __m512 base, const Blocks &blocks, size_t 
         block = of;
         most = _mm512_max_epu32(most, _mm512_slli_epi32(_mm512_castps_si512(tables[h]), 1));
     }
-    const std::uint32_t largest = _mm512_reduce_max_epu32(most);
-    const int exponent = exponent_of(largest);
-    const bool fits = exponent >= -MOST_EXPONENT && exponent <= MOST_EXPONENT;
-    panel.scales[row] = largest == 0 ? 0 : fits ? std::ldexp(1.0, exponent - 22) : NAN;
-    panel.sizes[row] = float(panel.scales[row]);
-    const __m512 power = _mm512_set1_ps(fits ? std::ldexp(1.0f, 31 - exponent) : 0);
+    const WeightScale scale(_mm512_reduce_max_epu32(most));
+    panel.scales[row] = scale.scale, panel.sizes[row] = float(scale.scale);
+    const __m512 power = _mm512_set1_ps(scale.power);
     const __m512i nibble = _mm512_set1_epi8(15);
     const std::uint8_t *packed = weight.packed + (n * weight.stride + k0) / 2;
     Half two[2];
@@ -235,6 +253,78 @@ struct AnyWeight : Packed4 {
     }
 };
 
+// Rows along N: of four of the depth at once, each with the tables of its block.
+constexpr size_t FOURS = DEPTH / 4;
+
+// The digits of the weights of 32 outputs: [four of the depth][plane][of the four][code].
+struct DepthTables {
+    alignas(64) __m512i planes[FOURS][PLANES];
+    double scale;
+
+    template <typename Weight>
+    void make(const Weight &weight, __m512 base, const Blocks &blocks, size_t k0, size_t count, size_t column) {
+        alignas(64) __m512 tables[DEPTH];
+        __m512i most = _mm512_setzero_si512();
+        for (size_t k = 0; k < count; ++k) {
+            tables[k] = Weight::table_of(weight, base, blocks.of((k0 + k) * weight.stride + column));
+            most = _mm512_max_epu32(most, _mm512_slli_epi32(_mm512_castps_si512(tables[k]), 1));
+        }
+        for (size_t k = count; k < (count + RUN - 1) / RUN * RUN; ++k) tables[k] = _mm512_setzero_ps();
+        const WeightScale of(_mm512_reduce_max_epu32(most));
+        scale = of.scale;
+        for (size_t four = 0; four * 4 < count; ++four) split(tables + four * 4, _mm512_set1_ps(of.power), planes[four]);
+        for (size_t four = (count + 3) / 4; four < (count + RUN - 1) / RUN * (RUN / 4); ++four) {
+            for (__m512i &plane : planes[four]) plane = _mm512_setzero_si512();
+        }
+    }
+
+  private:
+    static void split(const __m512 *tables, __m512 power, __m512i *out) {
+        __m512i of[4], half[4], first = _mm512_setzero_si512();
+        for (int k = 0; k < 4; ++k) {
+            const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(tables[k], power));
+            of[k] = planes_of(digits_of(whole));
+            first = _mm512_mask_broadcast_i32x4(first, __mmask16(15 << 4 * k), first_digits(whole));
+        }
+        half[0] = _mm512_shuffle_i32x4(of[0], of[1], 0x44), half[1] = _mm512_shuffle_i32x4(of[2], of[3], 0x44);
+        half[2] = _mm512_shuffle_i32x4(of[0], of[1], 0xee), half[3] = _mm512_shuffle_i32x4(of[2], of[3], 0xee);
+        for (int p = 0; p < 4; p += 2) {
+            out[p] = _mm512_shuffle_i32x4(half[p], half[p + 1], 0x88);
+            out[p + 1] = _mm512_shuffle_i32x4(half[p], half[p + 1], 0xdd);
+        }
+        out[DIGITS] = first;
+    }
+};
+
+// Digits of 32 outputs: a group of low nibbles, then one of high ones.
+void decode_along_n(const Packed4 &weight, const DepthTables &tables, size_t k0, size_t count, size_t column, GroupPanel *two) {
+    for (size_t n = 0; n < 2 * L; ++n) {
+        two[n / L].scales[n % L] = tables.scale;
+        two[n / L].sizes[n % L] = float(tables.scale);
+    }
+    alignas(64) std::uint8_t order[64];  // [of the four][byte] to [byte][of the four]
+    for (int i = 0; i < 64; ++i) order[i] = std::uint8_t(i % 4 * 16 + i / 4);
+    const __m512i turn = _mm512_load_si512(order), nibble = _mm512_set1_epi8(15), which = _mm512_set1_epi32(0x30201000);
+    const std::uint8_t *packed = weight.packed + (k0 * weight.stride + column) / 2;
+    for (size_t four = 0; four < (count + RUN - 1) / RUN * (RUN / 4); ++four) {
+        __m512i bytes = _mm512_setzero_si512();
+        for (size_t k = 0; k < 4 && four * 4 + k < count; ++k, packed += weight.stride / 2) {
+            Lanes::prefetch(packed + DEPTH * weight.stride / 2);
+            const __m128i row = _mm_loadu_si128(reinterpret_cast<const __m128i *>(packed));
+            bytes = _mm512_mask_broadcast_i32x4(bytes, __mmask16(15 << 4 * k), row);
+        }
+        bytes = _mm512_permutexvar_epi8(turn, bytes);
+        constexpr int AND_OR = 0xea;  // (a & b) | c
+        const __m512i low = _mm512_ternarylogic_epi32(bytes, nibble, which, AND_OR);
+        const __m512i high = _mm512_ternarylogic_epi32(_mm512_srli_epi16(bytes, 4), nibble, which, AND_OR);
+        const size_t at = four / (RUN / 4) * RUN_BYTES + four % (RUN / 4) * 64;
+        for (size_t p = 0; p < PLANES; ++p) {
+            _mm512_store_si512(two[0].digits + at + p * TILE, _mm512_permutexvar_epi8(low, tables.planes[four][p]));
+            _mm512_store_si512(two[1].digits + at + p * TILE, _mm512_permutexvar_epi8(high, tables.planes[four][p]));
+        }
+    }
+}
+
 // ---- products ----
 
 struct TileShapes {
@@ -249,46 +339,49 @@ void load_shapes() {
     _tile_loadconfig(&shapes);
 }
 
-// Add a run to the sums in registers 0 to 3, by weight, and 4, the bound's. `between` is called after each product.
+// Add a run to the sums in registers 0 to 3, by weight, and 4, the bound's: planes [row][value] times [four values][row].
+// `between` is called after each product.
 template <typename Between>
-INLINE void add_run(const std::int8_t *w, const std::int8_t *x, const Between &between) {
-    const auto load_x = [&](size_t plane) { _tile_loadd(7, x + plane * TILE, RUN); };
-    _tile_loadd(6, x, RUN);
-    _tile_loadd(5, w, RUN);
-    load_x(3);
+INLINE void add_run(const std::int8_t *left, const std::int8_t *right, const Between &between) {
+    const auto load_right = [&](size_t plane) { _tile_loadd(7, right + plane * TILE, RUN); };
+    _tile_loadd(6, right, RUN);
+    _tile_loadd(5, left, RUN);
+    load_right(3);
     _tile_dpbssd(3, 5, 7);
     between(0);
-    load_x(2);
+    load_right(2);
     _tile_dpbssd(2, 5, 7);
     between(1);
-    load_x(1);
+    load_right(1);
     _tile_dpbssd(1, 5, 7);
     between(2);
     _tile_dpbssd(0, 5, 6);
     between(3);
-    _tile_loadd(5, w + 2 * TILE, RUN);
+    _tile_loadd(5, left + 2 * TILE, RUN);
     _tile_dpbssd(3, 5, 7);
     between(4);
     _tile_dpbssd(2, 5, 6);
     between(5);
-    _tile_loadd(5, w + TILE, RUN);
+    _tile_loadd(5, left + TILE, RUN);
     _tile_dpbssd(1, 5, 6);
     between(6);
     _tile_dpbssd(2, 5, 7);
     between(7);
-    load_x(2);
+    load_right(2);
     _tile_dpbssd(3, 5, 7);
     between(8);
-    _tile_loadd(5, w + 3 * TILE, RUN);
+    _tile_loadd(5, left + 3 * TILE, RUN);
     _tile_dpbssd(3, 5, 6);
     between(9);
-    _tile_loadd(5, w + 4 * TILE, RUN);
-    load_x(4);
+    _tile_loadd(5, left + 4 * TILE, RUN);
+    load_right(4);
     _tile_dpbssd(4, 5, 7);
     between(10);
 }
 
-// A tile's sums, which are still to be added to its totals and to what shows their bound: [output][row of x].
+// A tile's sums, which are still to be added to its totals and to what shows their bound: [output][row of x], of weights
+// along N [row of x][output].
+template <bool ALONG_K>
 struct Pending {
     const DigitScales *x = nullptr;
     const GroupPanel *w = nullptr;
@@ -300,25 +393,29 @@ struct Pending {
         const auto level = [&](size_t l) { return _mm512_cvtepi32_ps(_mm512_load_si512(sums + (l * L + n) * L)); };
         const __m512 above = _mm512_fmadd_ps(level(0), base, level(1)), below = _mm512_fmadd_ps(level(2), base, level(3));
         alignas(64) float sum[L];  // conversion from memory is cheaper than from a register's upper half
-        _mm512_store_ps(sum, _mm512_mul_ps(_mm512_fmadd_ps(below, low, above), _mm512_load_ps(x->unit)));
+        const auto of_x = [&](const float *values) { return ALONG_K ? _mm512_load_ps(values) : _mm512_set1_ps(values[n]); };
+        const auto of_w = [&](const double *values) { return ALONG_K ? _mm512_set1_pd(w->scales[n]) : _mm512_load_pd(values); };
+        _mm512_store_ps(sum, _mm512_mul_ps(_mm512_fmadd_ps(below, low, above), of_x(x->unit)));
         KEEP_IN_MEMORY(sum);
         for (size_t i = 0; i < L; i += L / 2) {
             double *total = totals + n * L + i;
             const __m512d wide = _mm512_cvtps_pd(_mm256_load_ps(sum + i));
-            _mm512_store_pd(total, _mm512_fmadd_pd(wide, _mm512_set1_pd(w->scales[n]), _mm512_load_pd(total)));
+            _mm512_store_pd(total, _mm512_fmadd_pd(wide, of_w(w->scales + i), _mm512_load_pd(total)));
         }
-        const __m512 room = _mm512_fmsub_ps(level(4), _mm512_load_ps(x->left), _mm512_load_ps(x->error));
+        const __m512 room = _mm512_fmsub_ps(level(4), of_x(x->left), of_x(x->error));
+        const __m512 size = ALONG_K ? _mm512_set1_ps(w->sizes[n]) : _mm512_load_ps(w->sizes);
         float *show = shown + n * L;
-        _mm512_store_ps(show, _mm512_fmadd_ps(room, _mm512_set1_ps(w->sizes[n]), _mm512_load_ps(show)));
+        _mm512_store_ps(show, _mm512_fmadd_ps(room, size, _mm512_load_ps(show)));
     }
 };
 
-// Products of a group's panel with all rows of x, added to the group's totals [tile][output][row]. Each group brings its
-// part of the next panel of x near.
+// Products of a group's panel with all rows of x, added to the group's totals [tile] as Pending has them. Each group
+// brings its part of the next panel of x near.
+template <bool ALONG_K>
 void multiply_panel(const DigitRows &x, size_t panel, size_t runs, size_t group, const GroupPanel &w, double *totals,
                     float *shown) {
     alignas(64) std::int32_t sums[PLANES * L * L];
-    Pending pending;  // the tile before: its sums are added while the next one's are made
+    Pending<ALONG_K> pending;  // the tile before: its sums are added while the next one's are made
     for (size_t tile = 0; tile < x.shape.tiles; ++tile) {
         const size_t from = panel * x.shape.tiles + tile;
         const std::int8_t *digits = x.planes + from * PANEL_BYTES;
@@ -330,7 +427,8 @@ void multiply_panel(const DigitRows &x, size_t panel, size_t runs, size_t group,
         _tile_zero(3);
         _tile_zero(4);
         for (size_t run = 0; run < runs; ++run) {
-            add_run(w.digits + run * RUN_BYTES, digits + run * RUN_BYTES, [&](size_t product) __attribute__((always_inline)) {
+            const std::int8_t *of_x = digits + run * RUN_BYTES, *of_w = w.digits + run * RUN_BYTES;
+            add_run(ALONG_K ? of_w : of_x, ALONG_K ? of_x : of_w, [&](size_t product) __attribute__((always_inline)) {
                 _mm_prefetch(reinterpret_cast<const char *>(next + (run * PRODUCTS + product) * 64), _MM_HINT_T1);
                 if (product % 2 == 0 && added < L) pending.add(sums, added++);
             });
@@ -346,22 +444,49 @@ void multiply_panel(const DigitRows &x, size_t panel, size_t runs, size_t group,
     for (size_t n = 0; n < L; ++n) pending.add(sums, n);
 }
 
-// Round a group's totals to y, NaN where the bound is not shown -> how many are.
-size_t store_group(const DigitRows &x, const double *totals, const float *shown, size_t columns, float *y, size_t outputs) {
+// Round a group's totals to y, whose outputs lie so far apart, NaN where the bound is not shown -> how many are.
+template <bool ALONG_K>
+size_t store_group(const DigitRows &x, const double *totals, const float *shown, size_t columns, float *y, size_t outputs,
+                   size_t apart) {
     size_t doubtful = 0;
     for (size_t m = 0; m < x.shape.M; ++m) {
-        const size_t from = m / L * L * L + m % L;
+        const size_t from = m / L * L * L + m % L * (ALONG_K ? 1 : L);
         for (size_t n = 0; n < columns; ++n) {
-            const float room = shown[from + n * L];
-            const bool holds = room >= 0 && room < std::numeric_limits<float>::infinity();
+            const size_t at = from + n * (ALONG_K ? L : 1);
+            const bool holds = shown[at] >= 0 && shown[at] < std::numeric_limits<float>::infinity();
             doubtful += !holds;
-            y[m * outputs + n] = holds ? float(totals[from + n * L] * x.row_scale[m]) : NAN;
+            y[m * outputs + n * apart] = holds ? float(totals[at] * x.row_scale[m]) : NAN;
         }
     }
     return doubtful;
 }
 
-size_t multiply(const Packed4 &weight, const DigitRows &x, float *y, size_t begin, size_t end) {
+// Decode the groups' panels at k0.
+template <bool ALONG_K>
+void decode_groups(const AnyWeight &weight, __m512 base, const Blocks &blocks, size_t column, size_t groups, size_t k0,
+                   GroupPanel *panels) {
+    if (ALONG_K) {
+        for (size_t n = 0; n < groups * L; ++n) {  // past the last: never stored in y
+            const size_t row = std::min(column + n, weight.rows - 1);
+            Lanes::prefetch(weight.packed + (row * weight.stride + k0 + DEPTH) / 2);
+            Lanes::prefetch(weight.packed + (row * weight.stride + k0 + DEPTH) / 2 + 64);
+            decode_row(weight, base, blocks, row, k0, n % L, panels[n / L]);
+        }
+        return;
+    }
+    static thread_local Scratch<DepthTables> scratch;
+    DepthTables *tables = scratch.at_least(1);
+    const size_t count = std::min(DEPTH, weight.rows - k0);
+    const bool together = weight.stride % weight.block_size == 0;  // blocks end at the same outputs in all rows
+    for (size_t g = 0; g < groups; g += 2) {
+        const size_t first = column + g * L;
+        if (g == 0 || !together || first % weight.block_size == 0) tables->make(weight, base, blocks, k0, count, first);
+        decode_along_n(weight, *tables, k0, count, first, panels + g);
+    }
+}
+
+template <bool ALONG_K>
+size_t multiply_groups(const Packed4 &weight, const DigitRows &x, float *y, size_t begin, size_t end) {
     const AnyWeight any{weight};
     const Blocks blocks(weight.block_size);
     const __m512 base = _mm512_loadu_ps(weight.table);
@@ -380,23 +505,24 @@ size_t multiply(const Packed4 &weight, const DigitRows &x, float *y, size_t begi
         std::memset(shown, 0, groups * size * sizeof(float));
         for (size_t panel = 0; panel < x.shape.panels; ++panel) {
             const size_t k0 = panel * DEPTH, runs = std::min(RUNS, (weight.depth() - k0 + RUN - 1) / RUN);
-            for (size_t n = 0; n < groups * L; ++n) {  // past the last: never stored in y
-                const size_t row = std::min(column + n, weight.rows - 1);
-                Lanes::prefetch(weight.packed + (row * weight.stride + k0 + DEPTH) / 2);
-                Lanes::prefetch(weight.packed + (row * weight.stride + k0 + DEPTH) / 2 + 64);
-                decode_row(any, base, blocks, row, k0, n % L, panels[n / L]);
-            }
+            decode_groups<ALONG_K>(any, base, blocks, column, groups, k0, panels);
             for (size_t g = 0; g < groups; ++g) {
-                multiply_panel(x, panel, runs, g, panels[g], totals + g * size, shown + g * size);
+                multiply_panel<ALONG_K>(x, panel, runs, g, panels[g], totals + g * size, shown + g * size);
             }
         }
         for (size_t g = 0; g < groups; ++g) {
-            const size_t first = column + g * L, count = std::min(L, end - first);
-            doubtful += store_group(x, totals + g * size, shown + g * size, count, y + first, weight.outputs());
+            const size_t nibble = g % 2 != weight.high_nibble_first;  // along N every other output is a group's
+            const size_t first = column + (ALONG_K ? g * L : g / 2 * 2 * L + nibble), count = ALONG_K ? std::min(L, end - first) : L;
+            doubtful += store_group<ALONG_K>(x, totals + g * size, shown + g * size, count, y + first, weight.outputs(),
+                                             ALONG_K ? 1 : 2);
         }
     }
     _tile_release();
     return doubtful;
+}
+
+size_t multiply(const Packed4 &weight, const DigitRows &x, float *y, size_t begin, size_t end) {
+    return weight.along_k ? multiply_groups<true>(weight, x, y, begin, end) : multiply_groups<false>(weight, x, y, begin, end);
 }
 
 const DigitKernels digits{serves, shape_of, split, multiply};

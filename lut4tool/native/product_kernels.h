@@ -403,6 +403,7 @@ INLINE void pairs_of_chains(const float *x, const float *panel, float (&sums)[2]
                 Lanes::store(sums[carries % 2] + at, sum);
             }
         }
+        KEEP_IN_MEMORY(sums);
         pairs_of_chains<ROWS, I + 1>(x, panel, sums);
     }
 }
@@ -414,8 +415,7 @@ void tile_of(const float *x, const float *panel, std::size_t depth, double *tota
     for (std::size_t k = 0; k < depth; k += STEPS) {
         pairs_of_chains<ROWS, 0>(x + k * ROWS, panel + k * CHUNK, sums);
         // Half a vector at a time, as conversion from memory is cheaper than from a register's upper half.
-        KEEP_IN_MEMORY(sums);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (std::size_t i = 0; i < ROWS * CHUNK; i += L / 2) Lanes::accumulate_half(totals + i, sums[0] + i);
     }
 }
