@@ -21,7 +21,7 @@ import onnx
 from onnx import helper
 
 from lut4tool import formats, native
-from lut4tool.engines import OURS, Call, Engine, EngineError, Product, call_of, engines_of
+from lut4tool.engines import OURS, Call, Engine, EngineError, Product, call_of, engines_of, kind_of
 from lut4tool.errors import Lut4Error
 from lut4tool.formats import DOMAIN, FLOAT_DTYPES, LOOKUP4_MATMUL, QMM, Lookup4Weight, QmmWeight
 from lut4tool.runtime import backend
@@ -140,7 +140,7 @@ def bench(
         raise BenchError("bench needs a shape and numbers of rows of at least 1")
     if dtype not in FLOAT_DTYPES:
         raise BenchError(f"there is no type {dtype!r} of x; use {', '.join(FLOAT_DTYPES)}")
-    kind = backend.kind(backend.device(device))
+    kind = kind_of(device)
     if cold and kind != "cpu":
         raise BenchError("cold runs are timed on a CPU only")
     for shape in shapes:
@@ -178,7 +178,8 @@ def shapes_of(model: onnx.ModelProto, tensors: Tensors | None = None) -> list[Sh
     """
     from lut4tool.recognize import recognize
 
-    products = [(proof.op, dict(proof.attributes)) for proof in recognize(model, vendor=True, tensors=tensors).proofs]
+    report = recognize(model, vendor=True, tensors=tensors)
+    products = [(proof.op, dict(proof.attributes)) for proof in report.proofs]
     functions = (function.node for function in model.functions if function.domain != DOMAIN)
     waiting = [model.graph.node, *functions]
     for nodes in waiting:
@@ -187,7 +188,8 @@ def shapes_of(model: onnx.ModelProto, tensors: Tensors | None = None) -> list[Sh
                 products.append((node.op_type, {a.name: helper.get_attribute_value(a) for a in node.attribute}))
             waiting += [graph.node for graph in subgraphs(node)]
     if not products:
-        raise BenchError("the model has no 4-bit product")
+        refused = "".join(f" that is proved: {first.node}: {first.reason}" for first in report.refusals[:1])
+        raise BenchError(f"the model has no 4-bit product{refused}")
     return list(dict.fromkeys(_shape(op, attributes) for op, attributes in products))
 
 
@@ -210,8 +212,7 @@ def _check_fits(shape: Shape, m: int, dtype: str) -> None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory // 2:
         raise BenchError(
-            f"{shape} with {m} rows of x would take about {size_text(needed)}, over half of this machine's"
-            f" {size_text(memory)}"
+            f"{shape}, M {m}, would take about {size_text(needed)}, over half of this machine's {size_text(memory)}"
         )
 
 

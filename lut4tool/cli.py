@@ -312,7 +312,7 @@ def inspect(
     for missing in document["unreadable"]:
         _say(
             f"{missing['reason']} ({missing['tensors']} tensor{'s' * (missing['tensors'] != 1)} of it,"
-            f" {_size(missing['bytes'])}); chains, operators and sizes are told from the model alone and hold"
+            f" {_size(missing['bytes'])}); what is said of the model holds, but for chains refused because of this file"
         )
     if document["unreadable"]:
         raise typer.Exit(1)

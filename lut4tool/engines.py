@@ -17,10 +17,10 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from lut4tool import kernels, native
+from lut4tool import native
 from lut4tool.errors import Lut4Error
 from lut4tool.formats import DOMAIN, FLOAT_DTYPES, LOOKUP4_MATMUL, ONNX_DTYPE, QMM, Lookup4Weight, QmmWeight
-from lut4tool.runtime import backend
+from lut4tool.runtime import backend  # it readies MLX, so kernels are imported later
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.dtypes import to_mx, to_numpy
 from lut4tool.runtime.session import Runtime
@@ -69,7 +69,7 @@ class Product:
     @property
     def kind(self) -> str:
         """The device's kind: "metal", "cuda" or "cpu"."""
-        return backend.kind(backend.device(self.device))
+        return kind_of(self.device)
 
     @cached_property
     def matrix(self) -> np.ndarray:
@@ -83,6 +83,11 @@ class Product:
             return np.ascontiguousarray(native.decode_qmm(weight).T)
         flat = native.decode_elements(weight, 0, elements)
         return np.ascontiguousarray(flat.reshape(weight.rows, weight.cols).transpose(weight.perm))
+
+
+def kind_of(device: str) -> str:
+    """The kind of the device that a name means: "metal", "cuda" or "cpu"."""
+    return backend.kind(backend.device(device))
 
 
 def engines_of(product: Product) -> tuple[list[Engine], dict[str, str]]:
@@ -187,7 +192,9 @@ def _decode_and_dense(product: Product) -> Engine:
 
 
 def _decode_on_device(product: Product, weight: Lookup4Weight) -> Engine:
-    choice, device = kernels.choose(weight, product.dtype, product.kind), backend.device(product.device)
+    from lut4tool.kernels import choose
+
+    choice, device = choose(weight, product.dtype, product.kind), backend.device(product.device)
 
     def load(x: np.ndarray) -> Call:
         with mx.stream(device):

@@ -232,7 +232,7 @@ def print_bench(console: Console, document: dict[str, Any]) -> None:
         console.print(f"{engine}: {reason}{some}")
     console.print(
         "ours / it: median of the ratios of runs taken in turns, under 1 where lut4tool is faster;"
-        " floor: the packed bytes over the bandwidth"
+        " dense: a MatMul by the decoded weight in lut4tool; floor: the packed bytes over the bandwidth"
     )
 
 
