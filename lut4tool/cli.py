@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,7 +64,7 @@ def main() -> None:
     except Lut4Error as error:
         _fail(error, str(error), 1)
     except OSError as error:
-        _fail(error, f"{error.filename or 'a file'}: {error.strerror or error}", 1)
+        _fail(error, f"{error.filename or 'a file, or what this is printed to'}: {error.strerror or error}", 1)
     except MemoryError as error:
         _fail(error, "there is not enough memory for this", 1)
     except SystemExit as done:  # what typer makes of all that it knows
@@ -102,7 +102,8 @@ def _asked_for_json() -> bool:
 
 def _print_error(error: BaseException, message: str, status: int) -> None:
     said = {"kind": type(error).__name__, "message": " ".join(message.split()), "exit": status}
-    _print_json({"error": said})
+    with suppress(OSError):  # where nothing can be printed, which may be the error
+        _print_json({"error": said})
 
 
 def _say(message: str) -> None:
