@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper, version_converter
+from onnx import TensorProto, checker, helper, numpy_helper, version_converter
 
 from lut4tool.encode import ProduceError, encode, load_codebook
 from lut4tool.formats import DTYPE_NAME, ONNX_DTYPE, Lookup4Weight
@@ -540,8 +540,9 @@ def _convert(model: onnx.ModelProto) -> None:
             f"the model is opset {version} and has functions, which cannot be converted to {LEAST_OPSET}"
         )
     try:
+        checker.check_model(model)  # the converter takes much for granted
         graph = version_converter.convert_version(model, LEAST_OPSET).graph
-    except (version_converter.ConvertError, RuntimeError) as error:
+    except (checker.ValidationError, RuntimeError, ValueError, TypeError, LookupError, MemoryError) as error:  # of C++
         reason = " ".join(str(error).split())
         raise ProduceError(
             f"the chain needs opset {LEAST_OPSET}, and onnx cannot convert {version} to it: {reason}"
