@@ -19,6 +19,7 @@ import numpy as np
 
 from lut4tool import native
 from lut4tool.formats import FLOAT_DTYPES, Lookup4Weight, QmmWeight, pair_table
+from lut4tool.kernels.transfer import copied, copied_floats
 
 KERNELS = ("reference",)
 
@@ -117,8 +118,9 @@ def _view(x: mx.array) -> np.ndarray:
 
 GpuPanels = Iterator[tuple[int, int, mx.array]]
 
-#: Packed bytes, scales and pair table of a weight on the device: copied once, gone with the weight.
-_ON_DEVICE: WeakKeyDictionary[Lookup4Weight, tuple[mx.array, mx.array, mx.array]] = WeakKeyDictionary()
+#: Packed bytes, scales and pair table of a weight on the device: copied once, gone with the weight. More bytes than
+#: MLX has in one dimension stay where they are, and are copied a panel at a time in every run.
+_ON_DEVICE: WeakKeyDictionary[Lookup4Weight, tuple[mx.array | np.ndarray, mx.array, mx.array]] = WeakKeyDictionary()
 
 
 def _on_gpu() -> bool:
@@ -127,8 +129,8 @@ def _on_gpu() -> bool:
 
 def _lookup4_gpu_panels(weight: Lookup4Weight) -> GpuPanels:
     if weight not in _ON_DEVICE:
-        scale_values = mx.array(weight.scales.astype(np.float32))
-        _ON_DEVICE[weight] = (mx.array(weight.packed), scale_values, mx.array(pair_table(weight)))
+        packed = copied(weight.packed, mx.uint8) if weight.packed.size < 2**31 else weight.packed
+        _ON_DEVICE[weight] = (packed, copied_floats(weight.scales), mx.array(pair_table(weight)))
     packed, scales, pairs = _ON_DEVICE[weight]
     cols, size = weight.cols, weight.block_size
     rows = max(1, min(weight.rows, PANEL // cols))
@@ -136,7 +138,8 @@ def _lookup4_gpu_panels(weight: Lookup4Weight) -> GpuPanels:
         stop = min(start + rows, weight.rows)
         first, last = start * cols, stop * cols
         whole = first - first % size
-        entries = pairs[packed[whole // 2 : (last + 1) // 2].astype(mx.uint32)].reshape(-1)[: last - whole]
+        codes = mx.array(packed[whole // 2 : (last + 1) // 2]).astype(mx.uint32)
+        entries = pairs[codes].reshape(-1)[: last - whole]
         scale = mx.repeat(scales[whole // size : -(-last // size)], size)[: last - whole]
         elements = (entries * scale)[first - whole :].reshape(stop - start, cols)
         yield start, stop, elements.astype(_MLX_FLOAT[weight.weight_dtype])

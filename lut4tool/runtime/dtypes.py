@@ -7,7 +7,6 @@ ml_dtypes' types (`str` objects in object arrays for strings).
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import ml_dtypes
 import numpy as np
 from onnx import TensorProto
 
+from lut4tool.kernels.transfer import copied
 from lut4tool.runtime.backend import mx
 
 
@@ -69,8 +69,6 @@ BY_MLX: Mapping[mx.Dtype, Type] = {row.mlx: row for row in TYPES if row.mlx is n
 MLX_OF: Mapping[np.dtype, mx.Dtype] = {row.numpy: row.mlx for row in TYPES if row.mlx is not None}
 #: The kind of device whose values are NumPy arrays.
 HOST: Any = mx.cpu
-#: Bytes of a weight that are copied at a time.
-PIECE = 64 << 20
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -123,32 +121,15 @@ def load(value: Any) -> Any:
     """
     if on_host():
         return np.require(value, requirements="A") if isinstance(value, np.ndarray) else value
-    if not isinstance(value, np.ndarray) or value.nbytes <= PIECE or not value.flags.c_contiguous:
-        copy = to_mx(value)
-        mx.eval(*([copy] if isinstance(copy, mx.array) else []))
-        return copy
-    if not isinstance(to_mx(value.reshape(-1)[:0]), mx.array):
-        return value
-    copy = mx.zeros(value.shape, MLX_OF[value.dtype])
-    mx.eval(copy)
-    source = value.reshape(-1).view(np.uint8)
-    target = to_numpy(copy).reshape(-1).view(np.uint8)  # MLX's own buffer, which nothing else has seen yet
-    for start in range(0, source.size, PIECE):
-        piece = source[start : start + PIECE]
-        target[start : start + PIECE] = piece
-        _forget(piece)
+    if (
+        isinstance(value, np.ndarray)
+        and value.flags.c_contiguous
+        and isinstance(to_mx(value.reshape(-1)[:0]), mx.array)
+    ):
+        return copied(value, MLX_OF[value.dtype])
+    copy = to_mx(value)
+    mx.eval(*([copy] if isinstance(copy, mx.array) else []))
     return copy
-
-
-def _forget(view: np.ndarray) -> None:
-    """Drop the pages of a file's map under a view: they were read once and are in the file."""
-    base: Any = view.base
-    while isinstance(base, np.ndarray):
-        base = base.base
-    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        origin = np.frombuffer(base, np.uint8).ctypes.data
-        start = (view.ctypes.data - origin) // mmap.PAGESIZE * mmap.PAGESIZE
-        base.madvise(mmap.MADV_DONTNEED, start, view.ctypes.data - origin + view.nbytes - start)
 
 
 def to_numpy(value: Any) -> Any:

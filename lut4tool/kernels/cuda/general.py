@@ -5,6 +5,7 @@ A warp makes one output of 4 rows of x; each lane sums every 32nd k with Kahan's
 
 from __future__ import annotations
 
+import math
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ import numpy as np
 
 from lut4tool.formats import Lookup4Weight, QmmWeight
 from lut4tool.kernels.cuda.program import CUDA_TYPE, Program
+from lut4tool.kernels.transfer import copied, copied_floats
 
 ROWS, THREADS = 4, 256
 
@@ -92,10 +94,11 @@ def program(weight: Weight, dtype: str) -> Program:
 
 
 def _leaves(weight: Weight) -> Leaves:
-    scales = mx.array(weight.scales.reshape(-1).astype(np.float32))
-    packed = mx.array(weight.packed.reshape(-1))
+    # Two dimensions, as MLX has none over 2^31; the kernel reads by address.
+    packed = copied(weight.packed.reshape(-1, math.gcd(weight.packed.size, 1 << 20)), mx.uint8)
+    scales = copied_floats(weight.scales.reshape(-1))
     if isinstance(weight, QmmWeight):
-        points = mx.array(weight.zero_points.reshape(-1).astype(np.float32))
+        points = copied_floats(weight.zero_points.reshape(-1))
         book = mx.arange(16, dtype=mx.float32)
         facts = [weight.N, weight.K, weight.packed.shape[1] * weight.block_size, 1, weight.block_size, 0]
     else:

@@ -13,14 +13,17 @@ weight, four bytes hold their four first codes, then their four second ones.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
 
-from lut4tool.formats import FLOAT_DTYPES, Lookup4Weight, QmmWeight
+from lut4tool.formats import Lookup4Weight, QmmWeight
 from lut4tool.kernels.cuda.program import Program
+from lut4tool.kernels.transfer import PIECE, floats, forget, settle
 
 CHUNK = 128
 #: Rows that lie together, for products in halves and in float32.
@@ -102,19 +105,34 @@ def arranged(weight: Weight, half: bool) -> DeviceWeight:
 
 def irregular(weight: Weight) -> str | None:
     """Say why the arranged form does not hold this weight; None where it does."""
+    if weight not in _IRREGULAR:
+        _IRREGULAR[weight] = _why_irregular(weight)
+    return _IRREGULAR[weight]
+
+
+#: What was said of a weight, whose scales are not looked at twice.
+_IRREGULAR: WeakKeyDictionary[Weight, str | None] = WeakKeyDictionary()
+
+
+def _why_irregular(weight: Weight) -> str | None:
     if isinstance(weight, QmmWeight):
         if weight.block_size % 16:
             return f"blocks of {weight.block_size} along K are no multiple of 16"
-        ragged, finite = weight.K % weight.block_size, bool(np.isfinite(weight.scales.astype(np.float32)).all())
-        return None if finite or not ragged else "a padded block has a scale that is not finite"
+        if weight.K % weight.block_size and not _all_finite(weight.scales):
+            return "a padded block has a scale that is not finite"
+        return None
     if _granularity(weight) % 16:
         return f"blocks of {weight.block_size} meet rows of {weight.cols} at no multiple of 16"
     if weight.shape[0] % CHUNK:
         if not np.isfinite(weight.codebook.astype(np.float32)).any():
             return "no codebook entry is finite"
-        if not np.isfinite(weight.scales.astype(np.float32)).all():
+        if not _all_finite(weight.scales):
             return "K is padded and a scale is not finite"
     return None
+
+
+def _all_finite(values: np.ndarray) -> bool:
+    return all(bool(np.isfinite(some).all()) for some in floats(values))
 
 
 def _granularity(weight: Lookup4Weight) -> int:
@@ -134,10 +152,18 @@ def _groups(granularity: int) -> int:
 
 def _lookup4(weight: Lookup4Weight, half: bool) -> DeviceWeight:
     depth, columns = weight.shape
-    along_n = tuple(weight.perm) == (0, 1)
-    row_step, k_step = (1, columns) if along_n else (depth, 1)
-    book, scales = weight.codebook.astype(np.float32), weight.scales.astype(np.float32)
+    book, span = weight.codebook.astype(np.float32), _span(weight)
     padding = int(np.flatnonzero(np.isfinite(book))[0]) if np.isfinite(book).any() else 0
+    leaves = _joined(weight, half, lambda part: _lookup4_leaves(part, half, padding))
+    scales = _extremes(floats(weight.scales))
+    return _device_weight(columns, depth, TILE[half], book, leaves, 1 if span else _groups(_granularity(weight)), span,
+                          False, False, _folds(book, scales), _finite(book, scales, weight.weight_dtype))  # fmt: skip
+
+
+def _lookup4_leaves(weight: Lookup4Weight, half: bool, padding: int) -> list[mx.array]:
+    """Codes and scales of a weight, or of some of its rows."""
+    depth, columns = weight.shape
+    row_step, k_step = (1, columns) if tuple(weight.perm) == (0, 1) else (depth, 1)
     codes = _codes(
         weight.packed, columns, depth, row_step, k_step, weight.high_nibble_first, False, padding, TILE[half]
     )
@@ -147,37 +173,87 @@ def _lookup4(weight: Lookup4Weight, half: bool) -> DeviceWeight:
     n = mx.arange(rows, dtype=mx.int64) * (max(span, 1) * row_step)
     k = mx.arange(chunks * CHUNK // step, dtype=mx.int64) * step
     index = (n[:, None] + mx.minimum(k, depth - 1)[None, :] * k_step) // weight.block_size
-    spread = mx.where(k[None, :] < depth, mx.array(scales)[index], mx.array(0.0, mx.float32))
-    if not span:
-        spread = _tiled(spread, groups, TILE[half])
-    leaves = (codes, mx.array(book), spread, spread)
-    return _device_weight(columns, depth, TILE[half], leaves, groups, span, False, False, _folds(book, scales),
-                          _finite(book, scales, weight.weight_dtype))  # fmt: skip
+    scales = mx.array(weight.scales.astype(np.float32))
+    spread = mx.where(k[None, :] < depth, scales[index], mx.array(0.0, mx.float32))
+    return [codes, spread if span else _tiled(spread, groups, TILE[half])]
 
 
 def _qmm(weight: QmmWeight, half: bool) -> DeviceWeight:
-    k_blocks, size = weight.packed.shape[1], weight.block_size
-    codes = _codes(weight.packed, weight.N, weight.K, k_blocks * size, 1, False, half, 0, TILE[half])
-    points = np.broadcast_to(weight.zero_points, weight.scales.shape).astype(np.float32)
-    scales = weight.scales.astype(np.float32)
-    dtype = FLOAT_DTYPES[weight.weight_dtype]
-    small = bool(np.all((points == np.round(points)) & (points >= 0) & (points <= 127)))
-    groups = _groups(size)
-    spread_scales, spread_points = _spread(mx.array(scales), weight, groups), _spread(mx.array(points), weight, groups)
+    points = weight.zero_points
+    small = all(bool(np.all((some == np.round(some)) & (some >= 0) & (some <= 127))) for some in floats(points))
+    leaves = _joined(weight, half, lambda part: _qmm_leaves(part, half, small))
+    book, scales = np.arange(16, dtype=np.float32), _extremes(floats(weight.scales))
+    # Sizes that code - zero point can have: the least is 1 or a distance from an integer, the largest is bounded.
+    fractions = _extremes(some - np.round(some) for some in floats(points))
+    steps = np.append(fractions, [1.0, 15.0 + _extremes(floats(points)).max()])
+    return _device_weight(weight.N, weight.K, TILE[half], book, leaves, _groups(weight.block_size), 0, True, not small,
+                          _folds(steps, scales), _finite(steps, scales, weight.weight_dtype))  # fmt: skip
+
+
+def _qmm_leaves(weight: QmmWeight, half: bool, small: bool) -> list[mx.array]:
+    """Codes, scales and for float32 zero points of a weight, or of some of its rows; small: so are all zero points."""
+    groups, pitch = _groups(weight.block_size), weight.packed.shape[1] * weight.block_size
+    codes = _codes(weight.packed, weight.N, weight.K, pitch, 1, False, half, 0, TILE[half])
+    points = np.broadcast_to(weight.zero_points, weight.scales.shape)
+    spread = [_spread(mx.array(values.astype(np.float32)), weight, groups) for values in (weight.scales, points)]
     if half:
         base = 0 if not small else 128 if weight.weight_dtype == "bfloat16" else 1024
-        kind = getattr(mx, dtype.name)
-        low = spread_scales.astype(kind).view(mx.uint16).astype(mx.uint32)
-        high = (-(spread_points + base)).astype(kind).view(mx.uint16).astype(mx.uint32)
-        spread_scales = spread_points = low | (high << 16)
-    spread_scales, spread_points = (_tiled(values, groups, TILE[half]) for values in (spread_scales, spread_points))
-    book = np.arange(16, dtype=np.float32)
-    # Sizes that code - zero point can have: the least is 1 or a distance from an integer, the largest is bounded.
-    steps = np.append(np.abs(points - np.round(points)).reshape(-1), [1.0, 15.0 + np.abs(points).max()])
-    fold = _folds(steps, scales)
-    leaves = (codes, mx.array(book), spread_scales, spread_points)
-    return _device_weight(weight.N, weight.K, TILE[half], leaves, groups, 0, True, not small, fold,
-                          _finite(steps, scales, weight.weight_dtype))  # fmt: skip
+        kind = getattr(mx, weight.weight_dtype)
+        low = spread[0].astype(kind).view(mx.uint16).astype(mx.uint32)
+        high = (-(spread[1] + base)).astype(kind).view(mx.uint16).astype(mx.uint32)
+        spread = [low | (high << 16)]
+    return [codes, *(_tiled(values, groups, TILE[half]) for values in spread)]
+
+
+def _joined(weight: Weight, half: bool, leaves_of: Callable[[Any], list[mx.array]]) -> list[mx.array]:
+    """The leaves of a weight, made of some of its rows at a time, so that little is on the host or twice on the device.
+
+    Rows of W are outputs, or K where W is [K, N]: leaves lie beside each other along axis 0, or 1.
+    """
+    along_k = isinstance(weight, Lookup4Weight) and tuple(weight.perm) == (0, 1)
+    unit, axis = CHUNK if along_k else TILE[half], int(along_k)
+    rows = weight.rows if isinstance(weight, Lookup4Weight) else weight.N
+    units, done, whole = -(-rows // unit), 0, list[mx.array]()
+    for start, stop in _spans(weight, 2 * unit):  # odd chunks stay odd
+        leaves, count = leaves_of(_some_rows(weight, start, stop)), -(-(stop - start) // unit)
+        if count == units:
+            return leaves
+        for place, leaf in enumerate(leaves):
+            each = leaf.shape[axis] // count
+            if not start:
+                whole.append(mx.zeros((*leaf.shape[:axis], each * units, *leaf.shape[axis + 1 :]), leaf.dtype))
+            some = slice(each * done, each * (done + count))
+            whole[place][(slice(None), some) if axis else some] = leaf  # in place: nothing else refers to it
+        settle(whole)
+        del leaves, leaf  # before the next ones are made
+        done += count
+    return whole
+
+
+def _spans(weight: Weight, unit: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of W, of PIECE bytes at most or of one unit; each begins a unit and a block."""
+    if isinstance(weight, Lookup4Weight):
+        rows, size = weight.rows, -(-weight.cols // 2)
+        unit = math.lcm(unit, weight.block_size // math.gcd(weight.block_size, weight.cols))
+    else:
+        rows, size = weight.N, weight.packed[0].nbytes
+    step = max(1, PIECE // (size * unit)) * unit
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def _some_rows(weight: Weight, start: int, stop: int) -> Weight:
+    """Rows of W as a weight of its own; its arrays are views."""
+    if isinstance(weight, QmmWeight):
+        points = weight.zero_points if weight.zero_points.shape == (1, 1) else weight.zero_points[start:stop]
+        return replace(
+            weight, packed=weight.packed[start:stop], scales=weight.scales[start:stop], zero_points=points,
+            N=stop - start,
+        )  # fmt: skip
+    first, last = start * weight.cols, stop * weight.cols
+    packed = weight.packed[first // 2 : (last + 1) // 2]
+    scales = weight.scales[first // weight.block_size : -(-last // weight.block_size)]
+    return replace(weight, packed=packed, scales=scales, rows=stop - start)
 
 
 def _tiled(scales: mx.array, groups: int, tile: int) -> mx.array:
@@ -205,8 +281,20 @@ def _codes(
     numbers = [rows, depth, row_step, k_step, int(high_first), int(interleave), padding, tile]
     blocks = max(1, min(1 << 16, -(-lines * chunks * 4 // ARRANGER.threads)))
     shape = (lines // tile, chunks, tile, CHUNK // 2)
-    (codes,) = ARRANGER.launch([mx.array(packed.reshape(-1)), mx.array(numbers, mx.int64)], [shape], (blocks,))
+    arrays = [mx.array(packed.reshape(-1)), mx.array(numbers, mx.int64)]
+    forget(packed)
+    (codes,) = ARRANGER.launch(arrays, [shape], (blocks,))
     return codes
+
+
+def _extremes(values: Iterable[np.ndarray]) -> np.ndarray:
+    """The least size but 0 and the greatest of each of some arrays; both are NaN where one is."""
+    found = []
+    for some in values:
+        sizes = np.abs(some)
+        used = sizes[sizes != 0]
+        found += [used.min() if used.size else 0.0, sizes.max()]
+    return np.array(found, np.float32)
 
 
 def _folds(entries: np.ndarray, scales: np.ndarray) -> bool:
@@ -226,11 +314,13 @@ def _finite(entries: np.ndarray, scales: np.ndarray, dtype: str) -> bool:
 
 
 def _device_weight(
-    rows: int, depth: int, tile: int, leaves: tuple[mx.array, mx.array, mx.array, mx.array], groups: int, span: int,
+    rows: int, depth: int, tile: int, book: np.ndarray, leaves: Sequence[mx.array], groups: int, span: int,
     affine: bool, float_points: bool, fold: bool, finite: bool,
 ) -> DeviceWeight:  # fmt: skip
-    codes, book, scales, points = (mx.contiguous(leaf) for leaf in leaves)
-    sizes = mx.array([rows, depth], mx.int32)
-    mx.eval(codes, book, scales, points, sizes)
-    return DeviceWeight(rows, tile, codes, book, scales, points, groups, span, affine, float_points, fold, finite,
+    """Leaves: codes, scales and, where they are used, zero points."""
+    codes, scales, *others = (mx.contiguous(leaf) for leaf in leaves)
+    points = others[0] if others else scales
+    on_device, sizes = mx.array(book), mx.array([rows, depth], mx.int32)
+    mx.eval(codes, on_device, scales, points, sizes)
+    return DeviceWeight(rows, tile, codes, on_device, scales, points, groups, span, affine, float_points, fold, finite,
                         depth, sizes)  # fmt: skip

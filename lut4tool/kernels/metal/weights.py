@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from lut4tool.formats import Lookup4Weight, QmmWeight
+from lut4tool.kernels.transfer import copied
 
 MLX_FLOAT = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -144,11 +145,14 @@ def _qmm(weight: QmmWeight) -> DeviceWeight:
 
 def _words(packed: np.ndarray) -> mx.array:
     """Bytes as little-endian words, in whole loads."""
-    flat = packed.reshape(-1)
+    flat = np.ascontiguousarray(packed).reshape(-1)
+    whole = flat.size // 4 * 4
+    body = copied(flat[:whole].view(np.uint32), mx.uint32)
     missing = max(-flat.size % LOAD_BYTES, 4 * LEAST_ELEMENTS - flat.size)
-    if missing:
-        flat = np.concatenate([flat, np.zeros(missing, np.uint8)])
-    return mx.array(np.ascontiguousarray(flat).view(np.uint32))
+    if not missing:
+        return body
+    tail = np.concatenate([flat[whole:], np.zeros(missing, np.uint8)])
+    return mx.concatenate([body, mx.array(tail.view(np.uint32))])
 
 
 def _values(array: np.ndarray) -> mx.array:
@@ -157,5 +161,6 @@ def _values(array: np.ndarray) -> mx.array:
     if missing := max(0, LEAST_ELEMENTS - flat.size):
         flat = np.concatenate([flat, np.zeros(missing, flat.dtype)])
     flat = np.ascontiguousarray(flat)
-    known = flat.dtype in (np.uint8, np.float32, np.float16)
-    return mx.array(flat) if known else mx.array(flat.view(np.uint16)).view(mx.bfloat16)
+    kinds = {np.dtype(np.uint8): mx.uint8, np.dtype(np.float32): mx.float32, np.dtype(np.float16): mx.float16}
+    kind = kinds.get(flat.dtype)
+    return copied(flat, kind) if kind else copied(flat.view(np.uint16), mx.uint16).view(mx.bfloat16)
