@@ -58,6 +58,27 @@ def product_model(name: str, leaves: dict[str, np.ndarray], attributes: dict[str
     return helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
 
+def forward_and_adjoint(weights: list[Lookup4Weight], dtype: str = "float32") -> onnx.ModelProto:
+    """x times each weight, then that times it transposed; weights of the same arrays are the same initializers."""
+    nodes, leaves, value = [], {}, "x"
+    for place, weight in enumerate(weights):
+        names = []
+        for leaf in ("packed", "scales", "codebook"):
+            array = getattr(weight, leaf)
+            names.append(leaf + str(id(array)))
+            leaves[names[-1]] = array
+        for perm in (weight.perm, weight.perm[::-1]):
+            facts = dataclasses.replace(weight, perm=perm).attributes(dtype)
+            result = f"y{place}{perm[0]}"
+            nodes.append(helper.make_node("Lookup4MatMul", [value, *names], [result], result, domain=DOMAIN, **facts))
+            value = result
+    ends = [helper.make_tensor_value_info(name, ONNX[dtype], [None, None]) for name in ("x", value)]
+    arrays = [numpy_helper.from_array(array, name) for name, array in leaves.items()]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], arrays)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+
+
 def qmm(n: int, k: int, block: int, scales_dtype: Any = np.float32, points: str = "codes", seed: int = 0) -> QmmWeight:
     rng = np.random.default_rng(seed)
     grid = (n, -(-k // block))

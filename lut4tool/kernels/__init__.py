@@ -43,6 +43,8 @@ KERNEL_NAMES = ("gemv", "tile", "decode", "reference")
 #: Characters of a compiler's message that a refusal repeats.
 MOST_OF_A_REASON = 400
 DEVICE_BACKENDS = ("metal", "cuda", "cpu")
+#: Backends whose kernels failed and why, each said once.
+_WARNED: set[tuple[str, str]] = set()
 
 MLX_FLOAT: Mapping[str, mx.Dtype] = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -138,7 +140,9 @@ def _probe(module: Any, name: str, weight: Lookup4Weight | QmmWeight, dtype: str
         probe(weight, dtype)
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:MOST_OF_A_REASON] or "no reason given"
-        warnings.warn(f"the {name} kernels fail ({reason}); the reference serves instead", stacklevel=2)
+        if (name, reason) not in _WARNED:
+            _WARNED.add((name, reason))
+            warnings.warn(f"the {name} kernels fail ({reason}); the reference serves instead", stacklevel=2)
         return f"its kernels fail: {reason}"
     return None
 

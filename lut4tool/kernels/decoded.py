@@ -1,7 +1,8 @@
 """Weights written out dense for one run: made once for all nodes that multiply by them, gone after the last one.
 
 A projection and its adjoint multiply by the same matrix, one of them transposed; where M is so large that a backend
-decodes, it asks `dense_of` for the matrix. Nothing is kept from run to run, nor where a weight has one user.
+decodes, it asks `dense_of` for the matrix. Nothing is kept from run to run, nor where a weight has one user, and no
+more than MOST_BYTES wait for their other users: a model whose adjoints all come last would hold all weights dense.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from weakref import WeakSet
 
 import numpy as np
 
-from lut4tool.formats import Lookup4Weight, QmmWeight
+from lut4tool.formats import FLOAT_DTYPES, Lookup4Weight, QmmWeight
+
+#: Bytes of matrices that one run keeps.
+MOST_BYTES = 2 << 30
 
 Weight = Lookup4Weight | QmmWeight
 
 
 @dataclass
 class _Kept:
-    """A dense matrix, and how many more of its users are expected in this run."""
+    """A dense matrix, its bytes, and how many more of its users are expected in this run."""
 
     matrix: Any
+    nbytes: int
     users: int
 
 
@@ -68,11 +73,19 @@ def dense_of(weight: Weight, make: Callable[[], Any]) -> Any:
         return make()
     kept = run.get(key)
     if kept is None:
-        kept = run[key] = _Kept(make(), users)
+        matrix, nbytes = make(), _dense_bytes(weight)
+        if nbytes + sum(other.nbytes for other in run.values()) > MOST_BYTES:
+            return matrix
+        kept = run[key] = _Kept(matrix, nbytes, users)
     kept.users -= 1
     if kept.users == 0:
         del run[key]
     return kept.matrix
+
+
+def _dense_bytes(weight: Weight) -> int:
+    rows, cols = (weight.N, weight.K) if isinstance(weight, QmmWeight) else (weight.rows, weight.cols)
+    return rows * cols * FLOAT_DTYPES[weight.weight_dtype].itemsize
 
 
 def _place(array: np.ndarray) -> tuple[int, int, str, tuple[int, ...]]:

@@ -84,10 +84,11 @@ class Runtime:
     def evaluate(self, output_names: Sequence[str] | None, feeds: Mapping[str, Any]) -> list[Any]:
         """Run once and return the values as the steps made them: MLX arrays, and NumPy arrays of host values."""
         wanted = range(len(self._outputs)) if output_names is None else [self._place(name) for name in output_names]
-        with self._lock, mx.stream(self.device), np.errstate(all="ignore"), decoded.one_run():
+        with self._lock, mx.stream(self.device), np.errstate(all="ignore"):
             values = self._values(feeds)
             try:
-                results = self.plan.graph(*values)
+                with decoded.one_run():  # ends before values are computed: what is shared goes with its last use
+                    results = self.plan.graph(*values)
                 chosen = [results[place] for place in wanted]
                 _evaluate(chosen)
                 self._tensors.check_whole()
@@ -131,7 +132,7 @@ class Runtime:
 
     def _values(self, feeds: Mapping[str, Any]) -> list[Any]:
         """The feeds in the order of the inputs, checked, on the device."""
-        names = [wanted.name for wanted in self._inputs]
+        names = dict.fromkeys(wanted.name for wanted in self._inputs)
         extra = [name for name in feeds if name not in names]
         if extra:
             raise RunError(f"the model has no input {_names(extra)}; it has {_names(names)}")

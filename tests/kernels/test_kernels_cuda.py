@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +14,31 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from lut4tool import formats
-from lut4tool.kernels import MLX_FLOAT, choose, cuda
-from lut4tool.kernels.cuda import decode, gemv_float, gemv_half, general, program, tile_float
+from lut4tool import formats, kernels
+from lut4tool.kernels import MLX_FLOAT, choose, cuda, decoded, transfer
+from lut4tool.kernels.cuda import decode, gemv_float, gemv_half, general, program, tile_float, tile_half
 from lut4tool.kernels.cuda.program import Program
-from lut4tool.kernels.cuda.weights import irregular
-from lut4tool.runtime import Runtime
+from lut4tool.kernels.cuda.weights import arranged, irregular
+from lut4tool.runtime import Runtime, regions
 from tests.cuda_text import PROGRAMS, translation_unit
 from tests.cuda_text import weight as weight_facts
 from tests.products import (
+    ADVERSARIES,
     DTYPES,
+    SPECIALS,
     Lookup4Weight,
     QmmWeight,
+    adversary,
     check,
+    check_special,
     dense,
     dense_qmm,
+    forward_and_adjoint,
     lookup4,
     product_model,
     qmm,
     values,
+    with_special,
 )
 
 needs_gpu = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs an NVIDIA GPU and MLX's CUDA build")
@@ -128,22 +137,28 @@ def test_float32_sums_that_cancel(perm: tuple[int, int], m: int, kernel: str) ->
 
 @needs_gpu
 @pytest.mark.gpu
+@pytest.mark.parametrize("perm", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("codebook", ["nf4", "ones"])
+@pytest.mark.parametrize("data", ADVERSARIES)
+def test_float32_holds_its_bound_whatever_x_is(data: str, codebook: str, perm: tuple[int, int]) -> None:
+    """Each kernel that float32 is given; weights that are all 1 leave the hard terms as they are."""
+    k, n = 8192, 96
+    book = formats.NF4 if codebook == "nf4" else np.ones(16, np.float32)
+    weight = lookup4(*((k, n) if perm == (0, 1) else (n, k)), 32, perm=perm, codebook=book)
+    matrix = dense(weight)
+    for m, kernel in ((1, "gemv"), (4, "gemv"), (4, "tile"), (33, "tile")):
+        x = adversary(data, m, k, seed=m)
+        check(multiply(x, weight, "float32", kernel), x, matrix)
+
+
+@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["gemv", "tile"])
 @pytest.mark.parametrize("codebook", [formats.NF4, formats.FP4], ids=["nf4", "fp4"])
-@pytest.mark.parametrize("kind", ["swamped", "wide", "positive", "near the largest"])
-def test_float32_sums_of_terms_of_other_sizes(kind: str, codebook: np.ndarray, kernel: str) -> None:
-    """Terms just too small to be added one by one to the first of each 16; of 60 orders of 2; all of one sign."""
-    weight, rng = lookup4(48, 8192, perm=(1, 0), codebook=codebook), np.random.default_rng(3)
-    x = np.abs(values("float32", 4, 8192))
-    if kind == "swamped":
-        x = rng.uniform(0.5, 1, x.shape).astype(np.float32) * np.float32(2.0**-24)
-        x[:, ::16] = 1
-    elif kind == "wide":
-        x = (values("float32", *x.shape) * 2.0 ** rng.integers(-30, 30, x.shape)).astype(np.float32)
-    elif kind == "near the largest":  # rounds to a bfloat16 that is Inf
-        x = np.zeros_like(x)
-        x[:, 7] = np.float32(3.4e38)
-        weight = lookup4(48, 8192, perm=(1, 0), codebook=codebook * np.float32(0.1))
+def test_a_term_that_rounds_to_a_bfloat16_of_inf(codebook: np.ndarray, kernel: str) -> None:
+    weight = lookup4(48, 8192, perm=(1, 0), codebook=codebook * np.float32(0.1))
+    x = np.zeros((4, 8192), np.float32)
+    x[:, 7] = np.float32(3.4e38)
     check(multiply(x, weight, "float32", kernel), x, dense(weight))
 
 
@@ -170,6 +185,7 @@ def test_rows_beside_one_with_inf_are_as_exact(perm: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", [(200, 1152, 128), (77, 2192, 16)], ids=str)
 def test_what_older_gpus_run(shape: tuple[int, int, int], dtype: str, kernel: str, monkeypatch: Any) -> None:
     """mma.sync for wgmma, copies by all lanes for the copy engine: compiled in by a macro."""
+    monkeypatch.setattr(tile_half, "hopper", lambda: False)
     header = Program.header.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(Program, "header", property(lambda program: "#define OLDER 1\n" + header(program)))
     program._built.cache_clear()
@@ -187,26 +203,11 @@ def test_what_older_gpus_run(shape: tuple[int, int, int], dtype: str, kernel: st
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("perm", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("kernel", ["gemv", "tile", "decode"])
-@pytest.mark.parametrize("where", ["x", "codebook", "scales"])
-@pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
-def test_nan_and_inf(special: float, where: str, kernel: str, perm: tuple[int, int], dtype: str) -> None:
-    rows, cols, block = 144, 160, 16
-    weight = lookup4(rows, cols, block, perm=perm, weight_dtype=dtype)
-    x = values(dtype, 3, weight.shape[0])
-    x[0, 3] = 0  # 0 * Inf is NaN
-    if where == "x":
-        x[-1, 5] = special
-    else:
-        leaf = getattr(weight, where).copy()
-        leaf[2] = special
-        facts = {"scales": weight.scales, "codebook": weight.codebook} | {where: leaf}
-        weight = Lookup4Weight(weight.packed, facts["scales"], facts["codebook"], rows, cols, block, perm, True, dtype)
-    y = multiply(x, weight, dtype, kernel).astype(np.float64)
-    with np.errstate(all="ignore"):
-        exact = (x.astype(np.float64)[:, :, None] * dense(weight)).sum(axis=1)
-    assert np.isnan(exact).any() or np.isinf(exact).any()
-    np.testing.assert_array_equal(np.isnan(y), np.isnan(exact))
-    np.testing.assert_array_equal(np.isinf(y), np.isinf(exact))
+@pytest.mark.parametrize(("where", "special"), SPECIALS)
+def test_nan_and_inf(where: str, special: float, kernel: str, perm: tuple[int, int], dtype: str) -> None:
+    x, weight = with_special(lookup4(144, 160, 16, perm=perm, weight_dtype=dtype), 3, where, special, dtype)
+    tolerance = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
+    check_special(multiply(x, weight, dtype, kernel), x, weight, tolerance)
 
 
 @needs_gpu
@@ -222,19 +223,32 @@ def test_decode_gives_the_same_bits(shape: tuple[int, int, int], perm: tuple[int
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_a_weight_of_more_than_2_31_elements() -> None:
-    rows, cols = 2**17 + 8, 2**14
+def test_a_weight_of_more_than_2_31_bytes() -> None:
+    """Four times as many elements as an index of 32 bits has, in pieces, with little beside them on the device."""
+    rows, cols, block = 2**17 + 8, 2**15, 64
     rng = np.random.default_rng(0)
     packed = rng.integers(0, 256, rows * cols // 2, dtype=np.uint8)
-    weight = Lookup4Weight(packed, rng.random(rows * cols // 64, np.float32), formats.NF4, rows, cols, 64, (1, 0))
-    last = Lookup4Weight(packed[-8 * cols // 2 :], weight.scales[-8 * cols // 64 :], formats.NF4, 8, cols, 64, (1, 0))
-    half = Lookup4Weight(packed, weight.scales, formats.NF4, rows, cols, 64, (1, 0), True, "bfloat16")
-    half_last = Lookup4Weight(last.packed, last.scales, formats.NF4, 8, cols, 64, (1, 0), True, "bfloat16")
-    for m in (1, 5, 16):
-        x = values("float32", m, cols)
-        check(multiply(x, weight, "float32")[:, -8:], x, dense(last))
-        x = values("bfloat16", m, cols)
-        check(multiply(x, half, "bfloat16")[:, -8:], x, dense(half_last), "bfloat16")
+    scales = rng.random(rows * cols // block, np.float32)
+    assert packed.size > 2**31
+    last_rows = (packed[-8 * cols // 2 :], scales[-8 * cols // block :], formats.NF4, 8, cols, block, (1, 0))
+    last_columns = (
+        np.ascontiguousarray(packed.reshape(rows, -1)[:, -4:]).reshape(-1), scales.reshape(rows, -1)[:, -1].copy(),
+        formats.NF4, rows, 8, 8, (0, 1),
+    )  # fmt: skip
+    for perm, last in (((1, 0), last_rows), ((0, 1), last_columns)):
+        for dtype in ("float32", "bfloat16"):
+            weight = Lookup4Weight(packed, scales, formats.NF4, rows, cols, block, perm, True, dtype)
+            matrix = dense(Lookup4Weight(*last, True, dtype))
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            made = arranged(weight, half=dtype != "float32")
+            size = made.codes.nbytes + made.scales.nbytes
+            assert mx.get_peak_memory() - before < size + 5 * transfer.PIECE
+            for m, kernel in ((1, None), (5, None), (16, None), (16, "decode")):
+                x = values(dtype, m, len(matrix), seed=m)
+                check(multiply(x, weight, dtype, kernel)[:, -8:], x, matrix, dtype)
+            del weight, made
+            mx.clear_cache()
 
 
 @needs_gpu
@@ -251,14 +265,162 @@ def test_a_model_is_served_by_them(dtype: str) -> None:
         check(y, x, dense(weight), dtype)
 
 
+# -- a decode that is shared
+
+
+def decodes(monkeypatch: Any) -> list[Any]:
+    """What decode.dense is asked for from now on."""
+    made: list[Any] = []
+    real = decode.dense
+
+    def counted(weight: Any, dtype: str) -> mx.array:
+        made.append(weight)
+        return real(weight, dtype)
+
+    monkeypatch.setattr(decode, "dense", counted)
+    return made
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_product_and_its_adjoint_decode_once_a_run(dtype: str, monkeypatch: Any) -> None:
+    """Step by step, each run asks once; compiled, no run asks, and the function has one decode for both products."""
+    weight = lookup4(1024, 2048, weight_dtype=dtype)
+    proto, x = forward_and_adjoint([weight], dtype), values(dtype, 4096, 1024)
+    assert {cuda.pick(dtype, 4096, n) for n in (1024, 2048)} == {"decode"}
+    made = decodes(monkeypatch)
+    monkeypatch.setenv(regions.SWITCH, "0")
+    runtime = Runtime(proto, device="cuda")
+    assert {choice.name for choice in runtime.kernels.values()} == {"cuda"}
+    del made[:]
+    for run in (1, 2):
+        (steps,) = runtime.run(None, {"x": x})
+        assert len(made) == run
+    middle = (x.astype(np.float32) @ dense(weight).astype(np.float32)).astype(DTYPES[dtype])
+    exact = middle.astype(np.float64) @ dense(weight).T
+    np.testing.assert_allclose(steps.astype(np.float64), exact, atol=2 * 2.0**-8 * np.abs(exact).max())
+
+    monkeypatch.setattr(cuda, "dense_of", lambda weight, make: make())
+    (alone,) = Runtime(proto, device="cuda").run(None, {"x": x})
+    np.testing.assert_array_equal(steps, alone)
+    monkeypatch.undo()
+
+    made = decodes(monkeypatch)
+    runtime = Runtime(proto, device="cuda")
+    for _ in range(2):
+        (compiled,) = runtime.run(None, {"x": x})
+        np.testing.assert_array_equal(compiled, steps)
+    del made[:]
+    (compiled,) = runtime.run(None, {"x": x})
+    assert made == []
+    np.testing.assert_array_equal(compiled, steps)
+    (region,) = [call for call, *_ in runtime.plan.graph.lines if isinstance(call, regions.Region)]
+    (function,), text = region.functions.values(), io.StringIO()
+    assert function is not None
+    with mx.stream(runtime.device):
+        mx.export_to_dot(text, function([device(x, dtype)])[0])
+    found = re.findall(r'label ?= ?"([A-Za-z]+)"', text.getvalue())
+    assert [found.count(name) for name in ("CustomKernel", "Matmul")] == [1, 2]
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_a_shared_matrix_goes_with_its_last_use(switch: str, monkeypatch: Any) -> None:
+    """Of 48 weights, each with its adjoint behind it, some matrices are there at a time, and none after a run."""
+    monkeypatch.setenv(regions.SWITCH, switch)
+    one = lookup4(8192, 8192, weight_dtype="bfloat16")
+    weights = [replace(one, codebook=formats.NF4 * np.float32(1 + place / 64)) for place in range(48)]
+    runtime, matrix = Runtime(forward_and_adjoint(weights, "bfloat16"), device="cuda"), 2 * 8192 * 8192
+    x = values("bfloat16", 512, 8192)
+    made = decodes(monkeypatch)
+    runtime.run(None, {"x": x})
+    assert len(made) == 48 + (2 * 48 if switch == "1" else 0)  # a region tries each step by itself once
+    before = mx.get_active_memory()
+    limit = mx.set_memory_limit(before + 8 * matrix)  # over it, MLX lets work end before it asks for more
+    try:
+        for _ in range(3):
+            mx.reset_peak_memory()
+            runtime.run(None, {"x": x})
+            assert mx.get_active_memory() - before < matrix
+            assert mx.get_peak_memory() - before < 24 * matrix
+    finally:
+        mx.set_memory_limit(limit)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["product first", "adjoint first", "qmm"])
+def test_one_matrix_serves_whatever_the_perm(kind: str, dtype: str, monkeypatch: Any) -> None:
+    """With the decode by NumPy, so that it runs without a GPU: [N, K] of the weight that asks first."""
+    first: Any = qmm(48, 64, 32, scales_dtype=DTYPES[dtype]) if kind == "qmm" else lookup4(48, 64, weight_dtype=dtype)
+    other = replace(first) if kind == "qmm" else replace(first, perm=(1, 0))
+    users, made = [other, first] if kind == "adjoint first" else [first, other], list[Any]()
+
+    def in_numpy(weight: Any, dtype: str) -> mx.array:
+        made.append(weight)
+        return device((dense_qmm if kind == "qmm" else dense)(weight).T, dtype)
+
+    monkeypatch.setattr(cuda, "arranged", lambda weight, half: weight)
+    monkeypatch.setattr(decode, "dense", in_numpy)
+    alone, shared = [], []
+    for weight in users:
+        decoded.planned(weight)
+        alone.append(multiply(values(dtype, 5, depth_of(weight)), weight, dtype, "decode"))
+    assert made == users
+    with decoded.one_run():
+        for weight in users:
+            shared.append(multiply(values(dtype, 5, depth_of(weight)), weight, dtype, "decode"))
+    assert made[2:] == users[:1]
+    for weight, one, two in zip(users, alone, shared, strict=True):
+        matrix = dense_qmm(weight) if kind == "qmm" else dense(weight)
+        exact = values(dtype, 5, depth_of(weight)).astype(np.float64) @ matrix
+        rough = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2}[dtype] * np.abs(exact).max()
+        for result in (one, two):
+            np.testing.assert_allclose(result.astype(np.float64), exact, atol=4 * rough, rtol=0)
+
+
+def depth_of(weight: Any) -> int:
+    return int(weight.K if isinstance(weight, QmmWeight) else weight.shape[0])
+
+
+# -- kernels that do not work
+
+
 @pytest.mark.skipif(mx.cuda.is_available(), reason="needs a machine where the kernels do not work")
-def test_a_kernel_that_fails_is_replaced_once_with_a_warning(monkeypatch: Any) -> None:
+def test_kernels_that_fail_are_replaced_with_one_warning(monkeypatch: Any) -> None:
+    monkeypatch.setattr(kernels, "_WARNED", set())
     monkeypatch.setattr(cuda, "available", lambda: True)
-    weight = lookup4(16, 128)
-    with pytest.warns(UserWarning, match="the cuda kernels fail .*; the reference serves instead"):
-        choice = choose(weight, "float32", "cuda")
-    assert choice.name == "reference"
-    assert choice.refusals["cuda"].startswith("its kernels fail: ")
+    with pytest.warns(UserWarning, match="the cuda kernels fail .*; the reference serves instead") as warned:
+        choices = [choose(lookup4(16, 128, seed=seed), "float32", "cuda") for seed in range(3)]
+    assert len(warned) == 1
+    assert {choice.name for choice in choices} == {"reference"}
+    assert all(choice.refusals["cuda"].startswith("its kernels fail: ") for choice in choices)
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gpu_with_less_shared_memory_is_served_by_the_reference(dtype: str, monkeypatch: Any) -> None:
+    """Blocks that ask for more than this GPU has, as ours do on smaller ones: one warning, then right results."""
+    monkeypatch.setattr(kernels, "_WARNED", set())
+    monkeypatch.setattr(cuda, "_WORKED", set())
+    built = program._built.__wrapped__
+    monkeypatch.setattr(
+        program, "_built", lambda asked: built(replace(asked, shared=asked.shared + (512 << 10) * (asked.shared > 0)))
+    )
+    weights = [lookup4(256, 256, weight_dtype=dtype, seed=seed) for seed in range(2)]
+    with pytest.warns(UserWarning, match="the cuda kernels fail .*; the reference serves instead") as warned:
+        runtime = Runtime(forward_and_adjoint(weights, dtype), device="cuda")
+    assert len(warned) == 1
+    assert {choice.name for choice in runtime.kernels.values()} == {"reference"}
+    x = values(dtype, 3, 256)
+    (y,) = runtime.run(None, {"x": x})
+    exact = x.astype(np.float64)
+    for weight in weights:
+        exact = exact @ dense(weight) @ dense(weight).T
+    rough = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype] * np.abs(exact).max()
+    np.testing.assert_allclose(y.astype(np.float64), exact, atol=rough, rtol=0)
 
 
 # -- without a GPU

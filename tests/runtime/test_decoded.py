@@ -8,15 +8,14 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from places import HAS_GPU, compute_in
 
 from lut4tool import formats, kernels
-from lut4tool.formats import DOMAIN, Lookup4Weight
+from lut4tool.formats import Lookup4Weight
 from lut4tool.kernels import decoded, reference
-from lut4tool.runtime import Runtime
-from tests.products import check, dense, lookup4, qmm, values
+from lut4tool.runtime import Runtime, regions
+from tests.products import check, dense, forward_and_adjoint, lookup4, qmm, values
 
 
 class Decoding:
@@ -41,32 +40,12 @@ class Decoding:
         return mx.array(x) @ decoded.dense_of(weight, make).transpose(weight.perm)
 
 
-def forward_and_adjoint(weights: list[Lookup4Weight]) -> onnx.ModelProto:
-    """x times each weight, then that times it transposed; weights of the same arrays are the same initializers."""
-    nodes, leaves, value = [], {}, "x"
-    for place, weight in enumerate(weights):
-        names = []
-        for leaf in ("packed", "scales", "codebook"):
-            array = getattr(weight, leaf)
-            names.append(leaf + str(id(array)))
-            leaves[names[-1]] = array
-        for perm in (weight.perm, weight.perm[::-1]):
-            facts = dataclasses.replace(weight, perm=perm).attributes("float32")
-            result = f"y{place}{perm[0]}"
-            nodes.append(helper.make_node("Lookup4MatMul", [value, *names], [result], result, domain=DOMAIN, **facts))
-            value = result
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None, None]) for name in ("x", value)]
-    arrays = [numpy_helper.from_array(array, name) for name, array in leaves.items()]
-    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], arrays)
-    return helper.make_model(
-        graph, opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid(DOMAIN, 1)], ir_version=8
-    )
-
-
 @pytest.fixture
 def backend(monkeypatch: Any) -> Decoding:
     made = Decoding()
-    monkeypatch.setattr(kernels, "backends", lambda: {"cpu": made, "reference": reference})
+    monkeypatch.setattr(
+        kernels, "backends", lambda: dict.fromkeys(kernels.DEVICE_BACKENDS, made) | {"reference": reference}
+    )
     return made
 
 
@@ -102,6 +81,44 @@ def test_a_matrix_goes_with_its_last_user() -> None:
             assert decoded.dense_of(first, lambda: make("inner")) == "inner"
     assert decoded.dense_of(first, lambda: make("no run")) == "no run"
     assert made == ["first", "second", "again", "inner", "no run"]
+
+
+def test_a_run_keeps_a_bounded_number_of_bytes(monkeypatch: Any) -> None:
+    """What is over the bound is made again for its other users."""
+    first, second = lookup4(24, 16, 8), lookup4(24, 16, 8, seed=1)
+    users = [dataclasses.replace(weight, perm=perm) for weight in (first, second) for perm in ((0, 1), (1, 0))]
+    for weight in users:
+        decoded.planned(weight)
+    made: list[str] = []
+    monkeypatch.setattr(decoded, "MOST_BYTES", 2 * 24 * 16 * 4 - 1)
+    with decoded.one_run():
+        for name, weight in zip("aabb", users, strict=True):  # a is gone before b comes
+            assert decoded.dense_of(weight, lambda name=name: made.append(name) or name) == name
+        assert made == ["a", "b"]
+        for name, weight in zip("abba", (users[0], *users[2:], users[1]), strict=True):  # a waits while b comes
+            assert decoded.dense_of(weight, lambda name=name: made.append(name) or name) == name
+    assert made == ["a", "b", "a", "b", "b"]
+
+
+def test_a_compiled_region_shares_what_it_decodes(backend: Decoding, monkeypatch: Any) -> None:
+    """Each step is tried by itself in the first run, all of them are traced in the second, none runs in the third."""
+    monkeypatch.delenv("MLX_DISABLE_COMPILE", raising=False)
+    monkeypatch.delenv(regions.SWITCH, raising=False)
+    compute_in("mlx", monkeypatch)
+    mx.enable_compile()
+    try:
+        weights = [lookup4(24, 16, 8, seed=seed) for seed in (0, 1)]
+        runtime, x = Runtime(forward_and_adjoint(weights), device="cpu"), values("float32", 2, 24)
+        results, made = [], []
+        for _ in range(4):
+            results += runtime.run(None, {"x": x})
+            made.append(len(backend.made))
+    finally:
+        if not HAS_GPU:
+            mx.disable_compile()
+    assert made == [2 + 4, 6 + 2, 8, 8]
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
 
 
 def test_users_are_those_alive() -> None:

@@ -16,6 +16,7 @@ from lut4tool.kernels.cuda import decode, gemv_float, gemv_half, general, tile_f
 from lut4tool.kernels.cuda.program import multiprocessors
 from lut4tool.kernels.cuda.thresholds import MOST_ROWS
 from lut4tool.kernels.cuda.weights import CHUNK, Weight, arranged, irregular
+from lut4tool.kernels.decoded import dense_of
 
 KERNELS = ("gemv", "tile", "decode")
 
@@ -63,10 +64,18 @@ def qmm(x: mx.array, weight: QmmWeight, kernel: str | None = None) -> mx.array:
 
 def lookup4_decode(weight: Lookup4Weight) -> mx.array:
     """Decode W [rows, cols] to its weight_dtype, exactly."""
-    if irregular(weight):
-        return reference.lookup4_decode(weight)
-    dense = decode.dense(arranged(weight, half=False), weight.weight_dtype)
-    return dense.T if tuple(weight.perm) == (0, 1) else dense
+    return reference.lookup4_decode(weight) if irregular(weight) else _decoded(weight, half=False)
+
+
+def _decoded(weight: Weight, half: bool) -> mx.array:
+    """W [rows, cols], of a QMM weight [N, K], in its weight_dtype: the same matrix for every perm."""
+    dense = decode.dense(arranged(weight, half), weight.weight_dtype)  # [N, K]
+    return dense.T if _along_k(weight) else dense
+
+
+def _along_k(weight: Weight) -> bool:
+    """Whether W is [K, N]."""
+    return isinstance(weight, Lookup4Weight) and tuple(weight.perm) == (0, 1)
 
 
 def _product(x: mx.array, weight: Weight, columns: int, kernel: str | None) -> mx.array:
@@ -106,8 +115,10 @@ def pick(dtype: str, m: int, n: int) -> str:
 
 
 def _dense_product(x: mx.array, weight: Weight, dtype: str) -> mx.array:
-    dense = decode.dense(arranged(weight, half=dtype != "float32"), weight.weight_dtype)  # [N, K]
-    if dtype != "float32":
+    half = dtype != "float32"
+    matrix = dense_of(weight, lambda: _decoded(weight, half))
+    dense = matrix.T if _along_k(weight) else matrix  # [N, K]
+    if half:
         return mx.matmul(x, dense.T)
     step = max(1, reference.PANEL // dense.shape[1])
     panels = (
