@@ -176,7 +176,7 @@ def version(
         raise typer.Exit
 
 
-@app.command()
+@app.command(epilog="Example: lut4tool rewrite model.onnx small.onnx --verify --report report.html")
 def rewrite(
     source: Annotated[Path, typer.Argument(metavar="IN", help="The ONNX file to rewrite.", show_default=False)],
     target: Annotated[
@@ -198,7 +198,7 @@ def rewrite(
 
     if report is not None and report.suffix not in (".json", ".html"):
         raise typer.BadParameter("the report's name ends in .json or .html", param_hint="--report")
-    if report is not None and any(report.resolve() == path.resolve() for path in (source, target)):
+    if report is not None and os.path.realpath(report) in map(os.path.realpath, (source, target)):
         raise typer.BadParameter("the report would replace the model", param_hint="--report")
     if report is not None and not report.parent.is_dir():
         raise typer.BadParameter(f"the folder {report.parent} does not exist", param_hint="--report")
@@ -250,7 +250,7 @@ def _write_report(path: Path, report: RewriteReport, title: str) -> None:
     write_atomic(path, text.encode(errors="backslashreplace"))
 
 
-@app.command()
+@app.command(epilog="Example: lut4tool expand small.onnx standard.onnx")
 def expand(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A rewritten ONNX file.", show_default=False)],
     target: Annotated[
@@ -262,8 +262,9 @@ def expand(
 ) -> None:
     """The way back: replace each node of ai.lut4tool with the standard operators that decode its weight.
 
-    The decoded weights are the same bit for bit. Packed data is neither read nor copied within a folder. Exit status 3,
-    and nothing written, where there is no such node.
+    The decoded weights are the same bit for bit. Packed data is neither read nor copied within a folder.
+
+    Exit status 3, and nothing written, where there is no such node.
     """
     from lut4tool.rewrite.expand import expand as expand_file
 
@@ -288,7 +289,7 @@ def expand(
         raise typer.Exit(NOTHING_TO_REWRITE)
 
 
-@app.command()
+@app.command(epilog="Example: lut4tool inspect model.onnx")
 def inspect(
     model: ModelArgument,
     vendor: VendorOption = False,
@@ -330,16 +331,19 @@ def _unsupported(model: onnx.ModelProto) -> list[str] | None:
     return check(model, backend.device("cpu"))
 
 
-@app.command()
+@app.command(epilog="Example: lut4tool run small.onnx --inputs x.npz --outputs y.npz")
 def run(
     model: ModelArgument,
     inputs: Annotated[Path | None, typer.Option("--inputs", metavar="X.npz", help="Inputs by name.")] = None,
     one: Annotated[
-        list[str] | None, typer.Option("-i", metavar="NAME=X.npy", help="One input; may be repeated.")
+        list[str] | None,
+        typer.Option("-i", metavar="NAME=VALUE", help="One input: X.npy, a number or a JSON list; repeatable."),
     ] = None,
     random: Annotated[bool, typer.Option("--random", help="Draw the inputs that are not given.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of --random.")] = 0,
-    dim: Annotated[list[str] | None, typer.Option(metavar="NAME=N", help="Size of a symbolic dimension.")] = None,
+    dim: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=N", help="Size of a symbolic dimension; else 1.")
+    ] = None,
     rewrite_first: Annotated[bool, typer.Option("--rewrite", help="Rewrite the chains in memory first.")] = False,
     outputs: Annotated[Path | None, typer.Option("--outputs", metavar="Y.npz", help="Write the outputs.")] = None,
     expected: Annotated[Path | None, typer.Option("--expected", metavar="Y.npz", help="Compare the outputs.")] = None,
@@ -371,10 +375,10 @@ def run(
         raise typer.BadParameter("the outputs' file name ends in .npz", param_hint="--outputs")
     if profile is not None and profile.suffix != ".json":
         raise typer.BadParameter("the trace's file name ends in .json", param_hint="--profile")
-    read = {path.resolve() for path in (model, inputs, expected, *(Path(text.partition("=")[2]) for text in one or ()))
-            if path is not None}  # fmt: skip
+    given = (model, inputs, expected, *(text.partition("=")[2] for text in one or ()))
+    read = {os.path.realpath(path) for path in given if path is not None}
     for target, option in ((outputs, "--outputs"), (profile, "--profile")):
-        if target is not None and target.resolve() in read:
+        if target is not None and os.path.realpath(target) in read:
             raise typer.BadParameter(f"{target} is read by this run, and would be replaced", param_hint=option)
     start = time.perf_counter()
     proto = read_model(model)
@@ -424,7 +428,7 @@ def run(
         raise typer.Exit(DIFFERS)
 
 
-@app.command()
+@app.command(epilog="Example: lut4tool quantize float.onnx model.onnx --rounding float16")
 def quantize(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A float ONNX file.", show_default=False)],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Where to write.", show_default=False)],
@@ -476,7 +480,7 @@ def quantize(
         raise typer.Exit(NOTHING_TO_REWRITE)
 
 
-@app.command()
+@app.command(epilog="Example: lut4tool ops --json")
 def ops(json_output: JsonOption = False) -> None:
     """List the operators that `run` serves: versions, the types of their inputs, and what is refused."""
     from lut4tool.runtime.operators import document
@@ -496,7 +500,7 @@ def ops(json_output: JsonOption = False) -> None:
         print(f"{row['domain']}::{row['op']} is refused: {row['reason']}")
 
 
-@app.command()
+@app.command(epilog="Example: lut4tool demo --dir models")
 def demo(
     directory: Annotated[Path | None, typer.Option("--dir", metavar="D", help="Keep the models here.")] = None,
     json_output: JsonOption = False,
@@ -515,7 +519,7 @@ def demo(
         tables.print_demo(_console(), result.to_json())
 
 
-@app.command()
+@app.command(epilog="Example: lut4tool bench --shape 14336,4096 --m 1,16")
 def bench(
     model: Annotated[
         Path | None, typer.Argument(metavar="MODEL", help="An ONNX file with 4-bit products.", show_default=False)
@@ -536,7 +540,7 @@ def bench(
 ) -> None:
     """Time this machine's kernels beside dense products, and onnxruntime's and bitsandbytes' where installed.
 
-    All of them take turns, so that the ratios hold on a busy machine too. One product: --shape 14336,4096.
+    All of them take turns, so that the ratios hold on a busy machine too.
     """
     from lut4tool import tables
     from lut4tool.bench import STANDARD, STANDARD_ROWS, Shape, shapes_of
@@ -574,7 +578,7 @@ def _numbers(text: str, option: str, counts: tuple[int, ...] = ()) -> list[int]:
     return numbers
 
 
-@app.command()
+@app.command(epilog="Example: lut4tool selftest --device cpu")
 def selftest(
     device: Annotated[str, typer.Option(help="auto, metal, cuda or cpu.")] = "auto", json_output: JsonOption = False
 ) -> None:

@@ -53,6 +53,8 @@ _PLAIN = frozenset(
 _TEMPORARY = re.compile(r"\..{0,40}\.[0-9a-f]{12}\.lut4tool", re.DOTALL)
 #: Seconds that a folder is waited for, and between two looks at it.
 _PATIENCE, _PAUSE = 600.0, 0.05
+#: Signs of a name that is said whole.
+_MOST_SIGNS = 1000
 #: Bytes read at a time.
 _PIECE = 1 << 22
 
@@ -494,6 +496,14 @@ def size_text(size: int) -> str:
         if size >= scale:
             return f"{size / scale:.1f} {unit}"
     return f"{size} bytes"
+
+
+def abridged(text: str) -> str:
+    """A name or a sentence as it is said; the middle of a very long one is left out.
+
+    Names are put in front of others, of all that is in a subgraph or a function: a megabyte would be there many times.
+    """
+    return text if len(text) <= _MOST_SIGNS else f"{text[: _MOST_SIGNS // 2]} ... {text[-_MOST_SIGNS // 2 :]}"
 
 
 def _copy_bytes(reader: BinaryIO, writer: BinaryIO) -> None:

@@ -23,18 +23,21 @@ from lut4tool.runtime import registry, types
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.binding import Call, Frame, bind, bind_either, bind_host
 from lut4tool.runtime.dtypes import load, on_host, to_device, to_numpy
-from lut4tool.runtime.folding import FILLED, FOLDED, quantized, widens
+from lut4tool.runtime.folding import FILLED, FOLDED, WIDENED, quantized, widens
 from lut4tool.runtime.functions import body_of, is_random, schema_of
 from lut4tool.runtime.fusion import fuse
 from lut4tool.runtime.graph import ABSENT, DROPPED, Graph, RunError, Step
 from lut4tool.runtime.registry import Operator, Unsupported
 from lut4tool.runtime.scope import Block, Body, Constant, Planned, Scope, Site, Value
-from lut4tool.storage import StorageError, Tensors, is_external, nbytes
+from lut4tool.runtime.shapes import Shapes
+from lut4tool.storage import StorageError, Tensors, abridged, nbytes
 
 __all__ = ["Node", "Plan", "RunError", "Unsupported", "plan"]
 
 #: Nodes that functions may bring in when they are inlined: some that call each other twice would have billions.
 INLINED = 1 << 16
+#: Bytes that constants computed while planning take, at most, over WIDENED times the model's own.
+ROOM = 1 << 30
 #: After so many problems the rest of a model is not looked at.
 PROBLEMS = 500
 #: Functions that call functions, at most so deep: ONNX forbids recursion.
@@ -136,7 +139,7 @@ def check(model: onnx.ModelProto, device: mx.Device) -> list[str]:
     """Return what keeps a model from being planned, in sentences, from its metadata alone: weights are not read."""
     registry.load()
     with mx.stream(device), np.errstate(all="ignore"):
-        checker = _Checker(model, device, _Shapes(None))
+        checker = _Checker(model, device, Shapes(None))
         try:
             checker.plan()
         except Unsupported:
@@ -159,6 +162,9 @@ class _Planner:
         self.subgraphs: dict[str, Graph] = {}
         self.functions = {(_domain(f.domain), f.name, f.overload): f for f in model.functions}
         self.inlined = 0
+        self.constants: dict[int, tuple[AttributeProto, np.ndarray]] = {}
+        stored = sum(map(nbytes, model.graph.initializer))
+        self.room = WIDENED * stored + ROOM  # bytes that are left for results of folding
 
     def plan(self) -> Plan:
         graph, body = self.model.graph, Body(Scope(), Block(), _versions(self.model.opset_import))
@@ -190,7 +196,7 @@ class _Planner:
             self.frame[slot] = None
 
     def problem(self, text: str) -> None:
-        self.problems[text] = None
+        self.problems[abridged(text)] = None
         if len(self.problems) == PROBLEMS:
             self.problems[f"and more: it was looked at no further after {PROBLEMS} reasons"] = None
             raise Unsupported(_report(list(self.problems)))
@@ -271,9 +277,9 @@ class _Planner:
     def name(self, node: onnx.NodeProto, scope: Scope) -> str:
         """The node's name with its path; where it has none, or another node has it too, its first output tells."""
         output = next(filter(None, node.output), "")
-        name = scope.path + (node.name or f"{node.op_type}:{output}")
+        name = abridged(scope.path + (node.name or f"{node.op_type}:{output}"))
         if name in self.names:
-            name = f"{name}:{output}"
+            name = abridged(f"{name}:{output}")
         self.names.add(name)
         return name
 
@@ -439,6 +445,10 @@ class _Planner:
         large = bool(given) and not widened and any(getattr(part, "size", most + 1) > most for part in results)
         if large or len(results) < len(site.outputs):
             return False
+        size = sum(getattr(part, "nbytes", 0) for part in results) if given else 0
+        if size > self.room:
+            return False
+        self.room -= size
         stored = sum(constant.stored for constant in constants) if given else None
         for output, part in zip(site.outputs, results, strict=False):
             if output:
@@ -496,10 +506,10 @@ class _Planner:
             self.problem(f"node '{name}': its attribute '{attribute.name}' has no type")
             return None
         if kind == AttributeProto.GRAPH:
-            return self.subgraph(attribute.g, f"{name}/{attribute.name}/", body)
+            return self.subgraph(attribute.g, f"{name}/{abridged(attribute.name)}/", body)
         if kind == AttributeProto.TENSOR:
             try:
-                return np.asarray(self.tensors.array(attribute.t))
+                return self.constant(attribute, body.scope.depth > 0)
             except StorageError as error:
                 self.problem(f"node '{name}': its attribute '{attribute.name}': {error}")
                 return np.zeros(0, np.float32)
@@ -510,6 +520,18 @@ class _Planner:
         if kind == AttributeProto.STRINGS:
             return [text.decode("utf-8", "surrogateescape") for text in attribute.strings]
         return onnx.helper.get_attribute_value(attribute)
+
+    def constant(self, attribute: AttributeProto, kept: bool) -> np.ndarray:
+        """An attribute's tensor; `kept`: it is in a function, all calls of which share one array. Raises StorageError.
+
+        While the attribute is kept too, protobuf gives the same object for it each time.
+        """
+        if id(attribute) in self.constants:
+            return self.constants[id(attribute)][1]
+        array = np.asarray(self.tensors.array(attribute.t))
+        if kept:
+            self.constants[id(attribute)] = attribute, array
+        return array
 
     def dense(self, sparse: onnx.SparseTensorProto) -> np.ndarray:
         """A sparse tensor as a dense array: its indices are flat [n] or coordinates [n, rank]. Raises StorageError."""
@@ -539,18 +561,6 @@ class _Checker(_Planner):
         if not (row.planned and row.domain):
             return super().prepared(site, row)
         return super().prepared(site, replace(row, planned=False))
-
-
-class _Shapes(Tensors):
-    """Tensors whose values are not read, but for literals in the model itself: zeros of their type and shape."""
-
-    def array(self, tensor: onnx.TensorProto) -> np.ndarray:
-        """The tensor's values where they are few and in the model, else zeros that take no memory."""
-        few = nbytes(tensor) <= 1024  # refuses types and dims that no array has
-        if few and not is_external(tensor):
-            return super().array(tensor)
-        kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
-        return np.broadcast_to(np.zeros((), kind), tuple(tensor.dims))
 
 
 def _apart(value: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
