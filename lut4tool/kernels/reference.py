@@ -118,8 +118,10 @@ def _view(x: mx.array) -> np.ndarray:
 
 GpuPanels = Iterator[tuple[int, int, mx.array]]
 
-#: Packed bytes, scales and pair table of a weight on the device: copied once, gone with the weight. More bytes than
-#: MLX has in one dimension stay where they are, and are copied a panel at a time in every run.
+#: Bytes that MLX has in one dimension: more stay where they are, and are copied a panel at a time in every run.
+MOST_BYTES = 2**31 - 1
+
+#: Packed bytes, scales and pair table of a weight on the device: copied once, gone with the weight.
 _ON_DEVICE: WeakKeyDictionary[Lookup4Weight, tuple[mx.array | np.ndarray, mx.array, mx.array]] = WeakKeyDictionary()
 
 
@@ -129,7 +131,7 @@ def _on_gpu() -> bool:
 
 def _lookup4_gpu_panels(weight: Lookup4Weight) -> GpuPanels:
     if weight not in _ON_DEVICE:
-        packed = copied(weight.packed, mx.uint8) if weight.packed.size < 2**31 else weight.packed
+        packed = copied(weight.packed, mx.uint8) if weight.packed.size <= MOST_BYTES else weight.packed
         _ON_DEVICE[weight] = (packed, copied_floats(weight.scales), mx.array(pair_table(weight)))
     packed, scales, pairs = _ON_DEVICE[weight]
     cols, size = weight.cols, weight.block_size

@@ -173,6 +173,22 @@ def test_qmm(points: str, dtype: str, m: int, shape: tuple[int, int, int]) -> No
     check(run(runtime_of(weight, dtype), x), x, dense_qmm(weight), dtype)
 
 
+@pytest.mark.parametrize("most", [0, reference.MOST_BYTES])
+@pytest.mark.parametrize("perm", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_serves_on_a_gpu(dtype: str, perm: tuple[int, int], most: int, monkeypatch: Any) -> None:
+    """Sums of 32 terms in a compensated tree, made by MLX on whatever device is here; packed data there, or not."""
+    monkeypatch.setattr(reference, "_on_gpu", lambda: True)
+    monkeypatch.setattr(reference, "MOST_BYTES", most)
+    monkeypatch.setattr(reference, "PANEL", 1000)
+    weight = lookup4(77, 150, 16, perm=perm, weight_dtype=dtype)
+    x = values(dtype, 3, weight.shape[0])
+    y = reference.lookup4_matmul(mx.array(x.astype(np.float32)).astype(kernels.MLX_FLOAT[dtype]), weight)
+    check(np.array(y.astype(mx.float32)), x, dense(weight), dtype)
+    packed, *_ = reference._ON_DEVICE[weight]
+    assert isinstance(packed, np.ndarray if most == 0 else mx.array)
+
+
 # -- choice
 
 

@@ -17,6 +17,7 @@ import pytest
 from lut4tool import formats, kernels
 from lut4tool.kernels import MLX_FLOAT, choose, cuda, decoded, transfer
 from lut4tool.kernels.cuda import decode, gemv_float, gemv_half, general, program, tile_float, tile_half
+from lut4tool.kernels.cuda import weights as cuda_weights
 from lut4tool.kernels.cuda.program import Program
 from lut4tool.kernels.cuda.weights import arranged, irregular
 from lut4tool.runtime import Runtime, regions
@@ -410,10 +411,12 @@ def test_a_gpu_with_less_shared_memory_is_served_by_the_reference(dtype: str, mo
         program, "_built", lambda asked: built(replace(asked, shared=asked.shared + (512 << 10) * (asked.shared > 0)))
     )
     weights = [lookup4(256, 256, weight_dtype=dtype, seed=seed) for seed in range(2)]
+    held = len(cuda_weights._ARRANGED)
     with pytest.warns(UserWarning, match="the cuda kernels fail .*; the reference serves instead") as warned:
         runtime = Runtime(forward_and_adjoint(weights, dtype), device="cuda")
     assert len(warned) == 1
     assert {choice.name for choice in runtime.kernels.values()} == {"reference"}
+    assert len(cuda_weights._ARRANGED) == held
     x = values(dtype, 3, 256)
     (y,) = runtime.run(None, {"x": x})
     exact = x.astype(np.float64)

@@ -15,7 +15,7 @@ from lut4tool.kernels import reference
 from lut4tool.kernels.cuda import decode, gemv_float, gemv_half, general, tile_float, tile_half
 from lut4tool.kernels.cuda.program import multiprocessors
 from lut4tool.kernels.cuda.thresholds import MOST_ROWS
-from lut4tool.kernels.cuda.weights import CHUNK, Weight, arranged, irregular
+from lut4tool.kernels.cuda.weights import CHUNK, Weight, arranged, drop, irregular
 from lut4tool.kernels.decoded import dense_of
 
 KERNELS = ("gemv", "tile", "decode")
@@ -47,8 +47,12 @@ def probe(weight: Weight, dtype: str) -> None:
     shape = weight.shape if isinstance(weight, Lookup4Weight) else (weight.K, weight.N)
     if (*facts, shape) in _WORKED:
         return
-    for m in (1, MOST_ROWS["float32" if dtype == "float32" else "half"]["gemv"] + 1):
-        mx.eval(_product(mx.zeros((m, shape[0]), getattr(mx, dtype)), weight, shape[1], None))
+    try:
+        for m in (1, MOST_ROWS["float32" if dtype == "float32" else "half"]["gemv"] + 1):
+            mx.eval(_product(mx.zeros((m, shape[0]), getattr(mx, dtype)), weight, shape[1], None))
+    except RuntimeError:
+        drop(weight)  # what serves instead has its own form of it
+        raise
     _WORKED.add((*facts, shape))
 
 

@@ -103,6 +103,11 @@ def arranged(weight: Weight, half: bool) -> DeviceWeight:
     return kinds[half]
 
 
+def drop(weight: Weight) -> None:
+    """Let go of what was made of a weight."""
+    _ARRANGED.pop(weight, None)
+
+
 def irregular(weight: Weight) -> str | None:
     """Say why the arranged form does not hold this weight; None where it does."""
     if weight not in _IRREGULAR:
