@@ -151,7 +151,8 @@ def test_inspect_says_found_and_refused(run: Run, plain: Path, chain: Path) -> N
     next(node for node in wrong.graph.node if node.op_type == "Concat").attribute[0].i = 0
     onnx.save(wrong, "wrong.onnx")
     refused = run("inspect", "wrong.onnx")
-    assert (refused.status, "Concat with axis 0, not 1" in refused.out) == (0, True)
+    assert refused.status == 0
+    assert re.search(r"refused: .*: Concat .*, at node ", refused.out)
     assert "no 4-bit decode chain found" in run("inspect", plain).out
 
 
@@ -496,7 +497,7 @@ def test_run_rewrite_says_what_it_refused(run: Run, chain: Path) -> None:
     wrong = onnx.load(chain)
     next(node for node in wrong.graph.node if node.op_type == "Concat").attribute[0].i = 0
     onnx.save(wrong, "wrong.onnx")
-    assert "Concat with axis 0, not 1, at node" in run("run", "wrong.onnx", "--rewrite", "--random").err
+    assert re.search(r"refused: .*: Concat .*, at node ", run("run", "wrong.onnx", "--rewrite", "--random").err)
 
 
 def test_quantize_says_what_stays_external_and_why_nothing_was_found(run: Run) -> None:
