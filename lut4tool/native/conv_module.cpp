@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <climits>
 #include <cstdint>
 #include <optional>
@@ -21,9 +22,9 @@ namespace lut4tool {
 namespace {
 
 using Tensor = nb::ndarray<const float, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
-using TensorOut = nb::ndarray<float, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
 using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Any = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
+using AnyOut = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
 using Planes = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 using PlanesOut = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
@@ -100,29 +101,43 @@ PackedWeights *pack(const Tensor &w, const std::optional<Vector> &bias, std::siz
     return new PackedWeights(pack_weights(data, offset, groups, kernels, depth, area));
 }
 
-// geometry: kernel sizes, strides, dilations and padding before, two of each.
-void conv(const PackedWeights &weights, const Tensor &x, const std::vector<std::size_t> &geometry, const TensorOut &y,
-          const Program &program, const std::vector<Any> &given, unsigned threads) {
-    check(geometry.size() == 8, "geometry is kernel, strides, dilations and padding of two axes");
-    Convolution s{x.shape(0), weights.groups, weights.depth, weights.kernels, {}, {}, {}, {}, {}, {}};
-    check(x.shape(1) == s.groups * s.depth, "channels do not fit the groups");
-    check(y.shape(0) == x.shape(0) && y.shape(1) == s.groups * s.kernels, "y does not fit");
+// Weights over inputs of one size, which was checked.
+struct Placed {
+    const PackedWeights &weights;
+    Convolution s;
+
+    void run(const Any &x, const AnyOut &y, const Program &program, const std::vector<Any> &given, unsigned threads) const {
+        const std::size_t points = s.out[0] * s.out[1], channels = s.groups * s.kernels;
+        check(x.size() == s.batch * s.groups * s.depth * s.size[0] * s.size[1], "x does not fit");
+        check(y.size() == s.batch * channels * points, "y does not fit");
+        const std::vector<Operand> operands = checked(program, given, s.batch * channels, channels, points);
+        const float *input = x.data();
+        float *target = y.data();
+        nb::gil_scoped_release release;
+        convolve(s, weights, input, target, program.stages, operands, threads);
+    }
+};
+
+// x: batch, channels and two sizes; geometry: kernel sizes, strides, dilations and padding before, two of each; out: two sizes.
+Placed place(const PackedWeights &weights, const std::vector<std::size_t> &x, const std::vector<std::size_t> &geometry,
+             const std::vector<std::size_t> &out) {
+    check(x.size() == 4 && geometry.size() == 8 && out.size() == 2, "x has four sizes, the geometry and out are of two axes");
+    Convolution s{x[0], weights.groups, weights.depth, weights.kernels, {}, {}, {}, {}, {}, {}};
+    check(x[1] == s.groups * s.depth, "channels do not fit the groups");
+    check(x[0] > 0 && x[0] <= INT_MAX && x[1] <= INT_MAX, "an empty tensor has no convolution, nor one that is too large");
     for (std::size_t axis = 0; axis < 2; ++axis) {
-        s.size[axis] = x.shape(2 + axis), s.out[axis] = y.shape(2 + axis), s.kernel[axis] = geometry[axis];
+        s.size[axis] = x[2 + axis], s.out[axis] = out[axis], s.kernel[axis] = geometry[axis];
         s.stride[axis] = geometry[2 + axis], s.dilation[axis] = geometry[4 + axis], s.before[axis] = geometry[6 + axis];
         check(s.stride[axis] > 0 && s.dilation[axis] > 0 && s.kernel[axis] > 0, "strides and dilations are positive");
+        check(s.size[axis] > 0 && s.out[axis] > 0, "an empty tensor has no convolution");
         check(s.size[axis] <= INT_MAX && s.out[axis] <= INT_MAX && s.before[axis] <= INT_MAX, "an axis is too long");
         check(s.stride[axis] <= INT_MAX && s.dilation[axis] <= INT_MAX, "an axis is too long");
     }
     check(s.kernel[0] * s.kernel[1] == weights.area, "the kernel does not fit");
-    check(x.size() > 0 && y.size() > 0, "an empty tensor has no convolution");
     check(s.size[0] * s.size[1] <= INT_MAX && s.out[0] * s.out[1] <= INT_MAX, "a plane is too large");
-    const std::vector<Operand> operands =
-        checked(program, given, s.batch * s.groups * s.kernels, s.groups * s.kernels, s.out[0] * s.out[1]);
-    const float *input = x.data();
-    float *target = y.data();
-    nb::gil_scoped_release release;
-    convolve(s, weights, input, target, program.stages, operands, threads);
+    const std::size_t largest = SIZE_MAX / std::max(s.size[0] * s.size[1], s.out[0] * s.out[1]);
+    check(x[0] * x[1] <= largest && x[0] * s.groups * s.kernels <= largest, "there are too many elements");
+    return {weights, s};
 }
 
 // geometry: kernel sizes, strides, dilations and padding before, two of each.
@@ -152,7 +167,9 @@ void add_conv(nb::module_ &m) {
         .def("run", &run_program, nb::arg("x").noconvert(), nb::arg("operands"), nb::arg("y").noconvert(),
              nb::arg("threads"));
     nb::class_<PackedWeights>(m, "PackedWeights")
-        .def("conv", &conv, nb::arg("x").noconvert(), nb::arg("geometry"), nb::arg("y").noconvert(), nb::arg("stages"),
+        .def("place", &place, nb::arg("x"), nb::arg("geometry"), nb::arg("out"), nb::keep_alive<0, 1>());
+    nb::class_<Placed>(m, "PlacedWeights")
+        .def("run", &Placed::run, nb::arg("x").noconvert(), nb::arg("y").noconvert(), nb::arg("stages"),
              nb::arg("operands"), nb::arg("threads"));
     m.def("pack_weights", &pack, nb::arg("w").noconvert(), nb::arg("bias").noconvert().none(), nb::arg("groups"));
     m.def("pool", &pool, nb::arg("x").noconvert(), nb::arg("geometry"), nb::arg("y").noconvert(), nb::arg("maximum"),

@@ -39,6 +39,7 @@ struct Lanes {
     static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
     static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
     static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+    static F clip(F v, F low, F high) { return _mm256_min_ps(high, _mm256_max_ps(low, v)); }  // NaN stays
 
     static Doubles no_doubles() { return {_mm256_setzero_pd(), _mm256_setzero_pd()}; }
     static Doubles widened(F value) {

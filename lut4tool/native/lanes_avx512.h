@@ -36,6 +36,7 @@ struct Lanes {
     static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
     static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
     static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+    static F clip(F v, F low, F high) { return _mm512_min_ps(high, _mm512_max_ps(low, v)); }  // NaN stays
 
     static Doubles no_doubles() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
     static Doubles widened(F value) {

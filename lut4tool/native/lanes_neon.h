@@ -45,6 +45,7 @@ struct Lanes {
     static F sub(F a, F b) { return vsubq_f32(a, b); }
     static F mul(F a, F b) { return vmulq_f32(a, b); }
     static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
+    static F clip(F v, F low, F high) { return vminq_f32(high, vmaxq_f32(low, v)); }  // NaN stays
 
     static Doubles no_doubles() { return {vdupq_n_f64(0), vdupq_n_f64(0)}; }
     static void accumulate(Doubles &total, F value) {

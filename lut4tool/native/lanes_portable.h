@@ -55,6 +55,12 @@ struct Lanes {
     static F fma(const F &a, const F &b, const F &c) {
         return made([&](std::size_t i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
     }
+    static F clip(const F &v, const F &low, const F &high) {  // NaN stays
+        return made([&](std::size_t i) {
+            const float raised = v.lane[i] < low.lane[i] ? low.lane[i] : v.lane[i];
+            return raised > high.lane[i] ? high.lane[i] : raised;
+        });
+    }
 
     static Doubles no_doubles() { return {}; }
     static void accumulate(Doubles &total, const F &value) { accumulate(total.lane, value); }

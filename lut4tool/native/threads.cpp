@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -16,13 +17,28 @@
 namespace lut4tool {
 namespace {
 
+// A thread that sleeps is awake again after some 50 microseconds; the next product of a model comes sooner.
+constexpr std::chrono::microseconds SPIN{60};
+
+// Whether a condition holds within SPIN; another thread is about to make it so.
+template <typename Condition>
+bool spin_until(const Condition &condition) {
+    for (const auto end = std::chrono::steady_clock::now() + SPIN; !condition();) {
+        if (std::chrono::steady_clock::now() > end) return false;
+#if defined(__x86_64__) && defined(__GNUC__)
+        __builtin_ia32_pause();
+#endif
+    }
+    return true;
+}
+
 struct Job {
     Job(std::size_t count, const std::function<void(std::size_t)> &what) : pieces(count), work(what) {}
 
     std::size_t pieces;
     const std::function<void(std::size_t)> &work;
     std::atomic<std::size_t> next{0};
-    std::size_t done = 0;  // under `mutex`, as the condition below
+    std::atomic<std::size_t> done{0};  // changed under `mutex`
     std::mutex mutex;
     std::condition_variable finished;
 
@@ -35,6 +51,7 @@ struct Job {
     }
 
     void wait() {
+        spin_until([this] { return done == pieces; });
         std::unique_lock<std::mutex> lock(mutex);
         finished.wait(lock, [this] { return done == pieces; });
     }
@@ -49,6 +66,7 @@ class Pool {
             while (threads_ < helpers && start()) ++threads_;
             helpers = std::min(helpers, threads_);
             jobs_.insert(jobs_.end(), helpers, job);
+            waiting_ = jobs_.size();
         }
         for (std::size_t i = 0; i < helpers; ++i) wanted_.notify_one();
     }
@@ -66,11 +84,13 @@ class Pool {
     void serve() {
         for (;;) {
             std::shared_ptr<Job> job;
+            spin_until([this] { return waiting_ > 0; });
             {
                 std::unique_lock<std::mutex> lock(mutex_);
                 wanted_.wait(lock, [this] { return !jobs_.empty(); });
                 job = std::move(jobs_.front());
                 jobs_.pop_front();
+                waiting_ = jobs_.size();
             }
             job->help();
         }
@@ -79,6 +99,7 @@ class Pool {
     std::mutex mutex_;
     std::condition_variable wanted_;
     std::deque<std::shared_ptr<Job>> jobs_;
+    std::atomic<std::size_t> waiting_{0};  // how many jobs_ has: for threads that spin without the lock
     std::size_t threads_ = 0;
 };
 
@@ -128,18 +149,6 @@ struct alignas(64) Share {
     }
 };
 
-// Wait for what another core does within microseconds; soon let the system run others.
-template <typename Condition>
-void spin_until(const Condition &condition) {
-    constexpr int SPINS = 200;
-    for (int spin = 0; !condition(); ++spin) {
-        if (spin >= SPINS) std::this_thread::yield();
-#if defined(__x86_64__) && defined(__GNUC__)
-        else __builtin_ia32_pause();
-#endif
-    }
-}
-
 }  // namespace
 
 void parallel_phases(std::size_t phases, std::size_t pieces, unsigned threads,
@@ -161,7 +170,9 @@ void parallel_phases(std::size_t phases, std::size_t pieces, unsigned threads,
                     done.fetch_add(1, std::memory_order_release);
                 }
             }
-            spin_until([&] { return done.load(std::memory_order_acquire) >= (phase + 1) * pieces; });
+            const auto over = [&] { return done.load(std::memory_order_acquire) >= (phase + 1) * pieces; };
+            if (!spin_until(over))
+                while (!over()) std::this_thread::yield();
         }
     });
 }

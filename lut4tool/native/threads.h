@@ -1,4 +1,4 @@
-// A pool of threads that sleep while there is nothing to do: spinning would take the cores from other runtimes.
+// A pool of threads that soon sleep where there is nothing to do: spinning on would take the cores from other runtimes.
 #pragma once
 
 #include <cstddef>

@@ -190,27 +190,27 @@ def affine(scale: Any, shift: Any, name: str = "affine") -> Stage | None:
     return Stage(name, 0.0, 0.0, scale.astype(np.float32).ravel(), shift.astype(np.float32).ravel())
 
 
-def folded(links: Sequence[Link], w: np.ndarray, bias: np.ndarray | None) -> tuple[int, np.ndarray, Any]:
-    """How many of the first links can be multiplied into weights [M, ...] and a bias [M], and these then."""
+def folded(links: Sequence[Link], w: np.ndarray, bias: np.ndarray | None) -> tuple[Sequence[Link], np.ndarray, Any]:
+    """Multiply the first links that can be into weights [M, ...] and a bias [M]: what is left, and these then."""
     count = 0
-    while count < len(links) and _folds(links[count], w):
+    while count < len(links) and (links[count].squeezes or _folds(links[count], w)):
         count += 1
-    stages = merged(links[:count])
+    stages, left = merged(links[:count]), [*[link for link in links[:count] if link.squeezes], *links[count:]]
     if len(stages) != 1:
-        return (count, w, bias) if not stages else (0, w, bias)
+        return (links if stages else left), w, bias
     scale, shift = _factors(stages[0])
     with np.errstate(all="ignore"):
         wide = w * scale.reshape(-1, *[1] * (w.ndim - 1))
         offset = np.broadcast_to((0 if bias is None else bias.astype(np.float64)) * scale + shift, w.shape[0])
         narrow, sums = wide.astype(np.float32), offset.astype(np.float32)
     if not (np.isfinite(narrow).all() and np.isfinite(sums).all()):
-        return 0, w, bias
-    return count, narrow, sums
+        return links, w, bias
+    return left, narrow, sums
 
 
 def _folds(link: Link, w: np.ndarray) -> bool:
     """Whether a link only multiplies and adds a constant, one a channel of what w [M, ...] makes or one for all."""
-    if link.saves or link.squeezes or not link.ranks[0] <= w.ndim <= link.ranks[1]:
+    if link.saves or not link.ranks[0] <= w.ndim <= link.ranks[1]:
         return False
     sizes = [1 if stage.scale is None else stage.scale.size for stage in link.stages]
     return {stage.name for stage in link.stages} <= {"affine", "channel_affine"} and set(sizes) <= {1, w.shape[0]}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -60,31 +61,48 @@ class Kernels:
         self.shape, self.count = w.shape, w.shape[0]
         self._packed: Any = None
 
-    def __call__(
-        self, x: np.ndarray, geometry: tuple[int, ...], out: tuple[int, ...], program: Any = NO_STAGES,
-        operands: Sequence[np.ndarray] = (),
-    ) -> np.ndarray:  # fmt: skip
-        """Return y [N, M, *out] after the stages; operands have y's shape, or a value for each of its planes."""
+    def __call__(self, x: np.ndarray, geometry: tuple[int, ...], out: tuple[int, ...]) -> np.ndarray:
+        """Return y [N, M, *out]."""
+        return self.place(x.shape, geometry, out)(x)
+
+    def place(self, shape: tuple[int, ...], geometry: tuple[int, ...], out: tuple[int, ...]) -> Placed:
+        """The same for every x of this shape, checked once."""
         if self._packed is None:
             self._packed = self._pack()
-        y = np.empty((x.shape[0], self.count, *out), np.float32)
-        if not y.size:
-            return y
-        if not x.size:  # all that the windows see is zeros, as around x
-            x = np.zeros([max(size, 1) for size in x.shape], np.float32)
-        x, image, kernel = np.ascontiguousarray(x), y, self.shape[2:]
+        whole, size, kernel = (shape[0], self.count, *out), shape[2:], self.shape[2:]
+        if not prod(whole):
+            return Placed(whole, None)
+        zeros = None
+        if not prod(size):  # all that the windows see is zeros, as around x
+            size = tuple(max(length, 1) for length in size)
+            zeros = np.zeros((*shape[:2], *size), np.float32)
         if len(out) == 1:
-            x, image, kernel = x[:, :, None], y[:, :, None], (1, *kernel)
+            size, kernel, out = (1, *size), (1, *kernel), (1, *out)
             geometry = (1, geometry[0], 1, geometry[1], 0, geometry[2])
-        given = [np.ascontiguousarray(operand) for operand in operands]
-        self._packed.conv(x, (*kernel, *geometry), image, program, given, _THREADS)
-        return y
+        return Placed(whole, self._packed.place((*shape[:2], *size), (*kernel, *geometry), out), zeros)
 
     def _pack(self) -> Any:
         w = np.ascontiguousarray(self.w, np.float32)
         bias = None if self.bias is None else np.ascontiguousarray(self.bias, np.float32)
         del self.w, self.bias  # only the packed ones are kept
         return _NATIVE.pack_weights(w if w.ndim == 4 else w[:, :, None], bias, self.group)
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """Kernels over an x of one shape; shape: of the result. zeros: what is read where x has no elements."""
+
+    shape: tuple[int, ...]
+    native: Any
+    zeros: np.ndarray | None = None
+
+    def __call__(self, x: np.ndarray, program: Any = NO_STAGES, operands: Sequence[np.ndarray] = ()) -> np.ndarray:
+        """Return y after the stages; operands have y's shape, or a value for each of its planes."""
+        y = np.empty(self.shape, np.float32)
+        if self.native is not None:
+            x = np.ascontiguousarray(x) if self.zeros is None else self.zeros
+            self.native.run(x, y, program, [np.ascontiguousarray(operand) for operand in operands], _THREADS)
+        return y
 
 
 def packs(w: Any, bias: Any, group: int) -> bool:

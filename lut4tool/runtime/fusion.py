@@ -20,7 +20,7 @@ from lut4tool.runtime import convolution
 from lut4tool.runtime.binding import Frame, bind_host
 from lut4tool.runtime.chains import CURRENT, SAVED, After, Chain, Link, elementwise, folded, link_of
 from lut4tool.runtime.graph import Step
-from lut4tool.runtime.ops.conv import PreparedConv
+from lut4tool.runtime.ops.conv import REMEMBERED, PreparedConv
 from lut4tool.runtime.scaling import fuse_scaling
 from lut4tool.runtime.scope import Block, Planned
 
@@ -195,14 +195,21 @@ class FusedConv:
     """A convolution with constant weights and the chain on its result, the chain's first factors folded into them."""
 
     def __init__(self, conv: PreparedConv, links: Sequence[Link]) -> None:
-        count, w, bias = folded(links, conv.kernels.w, conv.kernels.bias)
+        links, w, bias = folded(links, conv.kernels.w, conv.kernels.bias)
         self.conv = conv if w is conv.kernels.w else conv.with_weights(w, bias)
-        self.chain = Chain(links[count:])
+        self.chain = Chain(links)
+        self._fits: dict[tuple[tuple[int, ...], ...], bool] = {}  # by the shapes of y and the operands
 
     def __call__(self, x: np.ndarray, *operands: np.ndarray) -> Any:
         """Convolve x [N, C, *size]; operands are the chain's."""
-        grid = self.conv.grid(x)
-        shape = (x.shape[0], self.conv.kernels.count, *grid.out)
-        if self.chain.points or self.chain.view(shape, operands) is None:
-            return self.chain.alone(self.conv.run(x, grid), operands)
-        return self.chain.squeezed(self.conv.run(x, grid, self.chain.program, operands))
+        placed, chain = self.conv.over(x.shape), self.chain
+        shapes = (placed.shape, *[operand.shape for operand in operands])
+        fits = self._fits.get(shapes)
+        if fits is None:
+            if len(self._fits) >= REMEMBERED:
+                self._fits.clear()
+            fits = not chain.points and chain.view(placed.shape, operands) is not None
+            self._fits[shapes] = fits
+        if not fits:
+            return chain.alone(placed(x), operands)
+        return chain.squeezed(placed(x, chain.program, operands))

@@ -123,7 +123,7 @@ def test_every_stage():
         found = convolution.apply(program, x, operands, (2, 3, 3500))
         assert np.abs(found - wanted).max() <= 1e-6 * max(1, np.abs(wanted).max())
         kernels = Kernels(np.eye(3, dtype=np.float32).reshape(3, 3, 1, 1), None, 1)
-        after = kernels(x, (1, 1, 1, 1, 0, 0), (5, 700), program, operands)
+        after = kernels.place(x.shape, (1, 1, 1, 1, 0, 0), (5, 700))(x, program, operands)
         assert np.abs(after - wanted).max() <= 1e-6 * max(1, np.abs(wanted).max())
     vectors = floats(random, 700), floats(random, 700)
     program = convolution.stages([Stage("point_affine", scale=vectors[0], shift=vectors[1])])

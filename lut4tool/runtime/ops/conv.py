@@ -10,7 +10,7 @@ import numpy as np
 
 from lut4tool.runtime import convolution
 from lut4tool.runtime.backend import mx
-from lut4tool.runtime.convolution import NO_STAGES, Kernels
+from lut4tool.runtime.convolution import Kernels, Placed
 from lut4tool.runtime.ops.compute import finish, working
 from lut4tool.runtime.ops.sizes import check_size
 from lut4tool.runtime.ops.window import Ints, Window, check_geometry, fold, pad, views, window
@@ -19,8 +19,8 @@ from lut4tool.runtime.registry import op
 if TYPE_CHECKING:
     from lut4tool.runtime.plan import Node
 
-#: Shapes of x whose windows are remembered.
-_REMEMBERED = 32
+#: Shapes of x that a node remembers.
+REMEMBERED = 32
 # Elements of the unrolled input that are made at a time on a CPU: 8 MB of float32, or what a core's cache holds.
 _PANEL, _CACHED = 1 << 21, 1 << 17
 
@@ -30,33 +30,30 @@ class PreparedConv:
 
     def __init__(self, kernels: Kernels, attributes: Mapping[str, Any]) -> None:
         self.kernels, self.attributes = kernels, attributes
-        self._grids: dict[tuple[int, ...], Window] = {}
+        self._placed: dict[tuple[int, ...], Placed] = {}
 
     def with_weights(self, w: np.ndarray, bias: np.ndarray | None) -> PreparedConv:
         """The same with other weights of the same shape."""
         return PreparedConv(Kernels(w, bias, self.kernels.group), self.attributes)
 
-    def grid(self, x: np.ndarray) -> Window:
-        """The window over x; the last few shapes are remembered."""
-        found = self._grids.get(x.shape)
+    def over(self, shape: tuple[int, ...]) -> Placed:
+        """What convolves an x of this shape; the last few are remembered."""
+        found = self._placed.get(shape)
         if found is None:
-            check_shapes(x.shape, self.kernels.shape, None, self.kernels.group)
+            check_shapes(shape, self.kernels.shape, None, self.kernels.group)
             strides, dilations, pads = (self.attributes.get(name) for name in ("strides", "dilations", "pads"))
             padding = self.attributes.get("auto_pad", "NOTSET")
-            found = window(x.shape[2:], self.kernels.shape[2:], strides, dilations, pads, padding)
-            if len(self._grids) >= _REMEMBERED:
-                self._grids.clear()
-            self._grids[x.shape] = found
+            grid = window(shape[2:], self.kernels.shape[2:], strides, dilations, pads, padding)
+            check_size((shape[0], self.kernels.count, *grid.out), 4)
+            found = self.kernels.place(shape, (*grid.strides, *grid.dilations, *grid.before), grid.out)
+            if len(self._placed) >= REMEMBERED:
+                self._placed.clear()
+            self._placed[shape] = found
         return found
-
-    def run(self, x: np.ndarray, grid: Window, program: Any = NO_STAGES, operands: Sequence[np.ndarray] = ()) -> Any:
-        """Convolve x over its window, and do the stages."""
-        check_size((x.shape[0], self.kernels.count, *grid.out), 4)
-        return self.kernels(x, (*grid.strides, *grid.dilations, *grid.before), grid.out, program, operands)
 
     def __call__(self, x: np.ndarray, *_: Any) -> Any:
         """The node's own inputs: x, and the weights that were packed."""
-        return self.run(x, self.grid(x))
+        return self.over(x.shape)(x)
 
 
 def prepare_conv(node: Node, _: Any = None) -> PreparedConv | None:
