@@ -104,7 +104,8 @@ def run_model(
     """
     feeds = read_feeds(given, runtime.get_inputs())
     if random_seed is not None:
-        feeds = random_feeds(runtime.get_inputs(), parse_dims(dims), random_seed) | feeds
+        sizes = _sizes(feeds, runtime.get_inputs()) | parse_dims(dims)
+        feeds = random_feeds(runtime.get_inputs(), sizes, random_seed) | feeds
     for _ in range(warmup):
         runtime.run(None, feeds)
     times, values = [], []
@@ -216,6 +217,17 @@ def parse_dims(texts: Sequence[str]) -> dict[str, int]:
             raise RunError(f"--dim {text[:60]}: name=number is expected")
         dims[name] = int(number)
     return dims
+
+
+def _sizes(feeds: Mapping[str, Any], inputs: Sequence[ValueInfo]) -> dict[str, int]:
+    """The symbolic dimensions that given feeds have the size of."""
+    return {
+        dim: size
+        for info in inputs
+        if info.name in feeds
+        for dim, size in zip(info.shape or (), np.shape(feeds[info.name]), strict=False)
+        if isinstance(dim, str)
+    }
 
 
 def random_feeds(inputs: Sequence[ValueInfo], dims: Mapping[str, int], seed: int) -> dict[str, np.ndarray]:

@@ -74,6 +74,8 @@ def test_help_names_every_command_and_version_is_printed(run: Run) -> None:
     for command in ("rewrite", "inspect", "run", "quantize", "ops", "demo", "selftest"):
         assert re.search(rf"\b{command}\b", result.out)
     assert run("--version").out.startswith("lut4tool 0.")
+    words = [sys.executable, "-m", "lut4tool", "--version"]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == run("--version").out
 
 
 @pytest.mark.parametrize(
@@ -213,6 +215,15 @@ def test_run_advises_a_rewrite_and_can_do_it(run: Run, chain: Path) -> None:
     done = run("run", chain, "--rewrite", "--random", "--expected", "left.npz", "--json")
     assert (done.status, done.err) == (0, "")
     assert json.loads(done.out)["kernels"][0]["kernel"].startswith(("cpu", "reference"))
+
+
+def test_random_inputs_take_the_sizes_of_those_that_are_given(run: Run, plain: Path) -> None:
+    model = onnx.load(plain)
+    model.graph.input.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, ["n", 2]))
+    onnx.save(model, "two.onnx")
+    np.save("x.npy", np.ones((3, 4), np.float32))
+    assert run("run", "two.onnx", "-i", "x=x.npy", "--random").status == 0
+    assert "dimension 0, 'n'" in run("run", "two.onnx", "-i", "x=x.npy", "--random", "--dim", "n=2").err
 
 
 def test_random_inputs_take_seed_and_dimensions(run: Run, plain: Path) -> None:

@@ -16,6 +16,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 #: For each part (a folder or a module), the parts of the package that it may import. `errors` is open to all.
 ARROWS: dict[str, set[str]] = {
     "__init__": set(),
+    "__main__": {"cli"},
     "errors": set(),
     "formats": set(),
     "storage": {"native"},  # a map that is watched

@@ -1,0 +1,5 @@
+"""`python -m lut4tool` is the command."""
+
+from lut4tool.cli import main
+
+main()
