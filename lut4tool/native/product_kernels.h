@@ -13,7 +13,7 @@ constexpr std::size_t CHAIN = 2 * CHUNK;   // four products a lane
 constexpr std::size_t GROUP = 4 * CHAIN;   // what is summed in float before it is added in double
 constexpr std::size_t STEPS = 32;          // the same in a tile, along the depth: 8 chains
 static_assert(PADDING % STEPS == 0);
-constexpr std::size_t STRIPS = 8;          // strips decoded at a time, from one or two lines of a row along N
+constexpr std::size_t STRIPS = 256 / CHUNK;  // strips decoded at a time, from two lines of a row along N
 
 constexpr std::size_t APART = PANEL * CHUNK + CHUNK;  // of their panels: not a power of two, which would crowd L1's sets
 
@@ -267,25 +267,19 @@ void gemv_of(const Weight &weight, const float *x, float *y, std::size_t begin, 
 
 // ---- tile: panels [depth][strip] decoded into cache ----
 
-// Panels of neighbouring strips from rows along N: a row's chunks as they lie, low nibbles first.
+// A panel from rows along N: a row's chunk as it lies, low nibbles first. One panel after the other, as loads wait for
+// stores that end in the same 12 bits of address, which the stores to several panels together nearly always do.
 template <typename Weight>
-INLINE void panels_along_n(const Weight &weight, const Lanes::Table &base, const Blocks &blocks, std::size_t column,
-                           std::size_t k0, std::size_t depth, std::size_t strips, float *panels) {
-    for (std::size_t k = 0; k < depth; ++k) {
-        std::size_t flat = (k0 + k) * weight.stride + column;
-        Lanes::prefetch(weight.packed + (flat + PANEL * weight.stride) / 2);
-        std::size_t block = blocks.of(flat);
-        ChunkWeights chunk(weight, base, block);
-        for (std::size_t s = 0; s < strips; ++s, flat += CHUNK) {
-            float *panel = panels + s * APART + k * CHUNK;
-            if (blocks.of(flat) != block) {
-                block = blocks.of(flat);
-                chunk = ChunkWeights(weight, base, block);
-            }
-            const W codes = Lanes::widen(weight.packed + flat / 2);
-            Lanes::store(panel, chunk.lookup<0>(weight, base, codes));
-            Lanes::store(panel + L, chunk.lookup<4>(weight, base, codes));
-        }
+INLINE void panel_along_n(const Weight &weight, const Lanes::Table &base, const Blocks &blocks, std::size_t column,
+                          std::size_t k0, std::size_t depth, float *panel) {
+    constexpr std::size_t LINE = 128;  // columns
+    for (std::size_t k = 0; k < depth; ++k, panel += CHUNK) {
+        const std::size_t flat = (k0 + k) * weight.stride + column;
+        if (column % LINE == 0) Lanes::prefetch(weight.packed + (flat + PANEL * weight.stride) / 2);
+        const ChunkWeights chunk(weight, base, blocks.of(flat));
+        const W codes = Lanes::widen(weight.packed + flat / 2);
+        Lanes::store(panel, chunk.template lookup<0>(weight, base, codes));
+        Lanes::store(panel + L, chunk.template lookup<4>(weight, base, codes));
     }
 }
 
@@ -444,9 +438,6 @@ void tile_product(const Weight &weight, const PackedRows &x, float *y, std::size
         for (std::size_t i = 0; i < strips * totals_strip; ++i) totals[i] = 0;
         for (std::size_t k0 = 0; k0 < depth; k0 += PANEL) {
             const std::size_t steps = depth - k0 < PANEL ? depth - k0 : PANEL, padded = (steps + PADDING - 1) / PADDING * PADDING;
-            if (vectors && !weight.along_k) {
-                panels_along_n(weight, base, blocks, strip0 * CHUNK, k0, steps, strips, panels);
-            }
             for (std::size_t s = 0; s < strips; ++s) {
                 float *panel = panels + s * APART;
                 const std::size_t column = (strip0 + s) * CHUNK;
@@ -454,6 +445,8 @@ void tile_product(const Weight &weight, const PackedRows &x, float *y, std::size
                     panel_of_any(weight, column, k0, steps, panel);
                 } else if (weight.along_k) {
                     panel_along_k(weight, base, blocks, column, k0, steps, panel);
+                } else {
+                    panel_along_n(weight, base, blocks, column, k0, steps, panel);
                 }
                 for (std::size_t i = steps * CHUNK; i < padded * CHUNK; ++i) panel[i] = 0;
             }
