@@ -266,6 +266,7 @@ def expand(
 
     Exit status 3, and nothing written, where there is no such node.
     """
+    from lut4tool import tables
     from lut4tool.rewrite.expand import expand as expand_file
 
     with _progress() as progress:
@@ -274,17 +275,7 @@ def expand(
     if json_output:
         _print_json(document)
     else:
-        console = _console()
-        for row in document["expanded"]:
-            console.print(f"expanded {row['node']}: {row['op']}, {row['rows']} x {row['cols']}, {row['weight_dtype']}")
-        for refusal in document["refused"]:
-            console.print(f"refused: {refusal['node']}: {refusal['reason']}")
-        for note in result.notes:
-            console.print(note)
-        if document["expanded"]:
-            console.print(f"wrote {target}: {_size(document['output_bytes'])} (was {_size(document['input_bytes'])})")
-        else:
-            console.print("nothing to expand; nothing written")
+        tables.print_expanded(_console(), document, str(target))
     if not document["expanded"]:
         raise typer.Exit(NOTHING_TO_REWRITE)
 
@@ -441,6 +432,7 @@ def quantize(
     json_output: JsonOption = False,
 ) -> None:
     """Spell MatMul and Gemm weights of a float model as the standard 4-bit decode chain."""
+    from lut4tool import tables
     from lut4tool.produce import quantize_file
 
     with _progress() as progress:
@@ -459,23 +451,7 @@ def quantize(
     if json_output:
         _print_json(document)
     else:
-        console = _console()
-        for row in document["quantized"]:
-            console.print(
-                f"quantized {row['weight']} {row['rows']} x {row['cols']}:"
-                f" largest error {row['max_error']:.3g}, rms {row['rms_error']:.3g} of its block's largest value"
-            )
-        for row in document["left"]:
-            console.print(f"left {row['weight']}: {row['reason']}")
-        for note in result.notes:
-            console.print(note)
-        if document["quantized"]:
-            console.print(
-                f"wrote {target}: {_size(document['output_bytes'])} (was {_size(document['input_bytes'])});"
-                " next: lut4tool rewrite"
-            )
-        else:
-            console.print("nothing to quantize; nothing written")
+        tables.print_quantized(_console(), document, str(target))
     if not document["quantized"]:
         raise typer.Exit(NOTHING_TO_REWRITE)
 

@@ -146,6 +146,35 @@ def _costs(site: dict[str, Any]) -> list[str]:
     return [site["chain"], size_text(site["packed_bytes"]), size_text(site["dense_bytes"]), theirs]
 
 
+def print_expanded(console: Console, document: dict[str, Any], target: str) -> None:
+    """Print what `expand` did."""
+    for row in document["expanded"]:
+        console.print(f"expanded {row['node']}: {row['op']}, {row['rows']} x {row['cols']}, {row['weight_dtype']}")
+    for refusal in document["refused"]:
+        console.print(f"refused: {refusal['node']}: {refusal['reason']}")
+    for note in document["notes"]:
+        console.print(note)
+    after, before = size_text(document["output_bytes"]), size_text(document["input_bytes"])
+    done = f"wrote {target}: {after} (was {before})"
+    console.print(done if document["expanded"] else "nothing to expand; nothing written")
+
+
+def print_quantized(console: Console, document: dict[str, Any], target: str) -> None:
+    """Print what `quantize` did and how far each weight is off."""
+    for row in document["quantized"]:
+        console.print(
+            f"quantized {row['weight']} {row['rows']} x {row['cols']}:"
+            f" largest error {row['max_error']:.3g}, rms {row['rms_error']:.3g} of its block's largest value"
+        )
+    for row in document["left"]:
+        console.print(f"left {row['weight']}: {row['reason']}")
+    for note in document["notes"]:
+        console.print(note)
+    after, before = size_text(document["output_bytes"]), size_text(document["input_bytes"])
+    done = f"wrote {target}: {after} (was {before}); next: lut4tool rewrite"
+    console.print(done if document["quantized"] else "nothing to quantize; nothing written")
+
+
 def print_run(console: Console, document: dict[str, Any]) -> None:
     """Print a run's outputs, how they compare, which kernels served, times, and what cost most."""
     rows = []
