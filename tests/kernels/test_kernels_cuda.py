@@ -16,7 +16,7 @@ import pytest
 
 from lut4tool import formats, kernels
 from lut4tool.kernels import MLX_FLOAT, choose, cuda, decoded, transfer
-from lut4tool.kernels.cuda import decode, gemv_float, gemv_half, general, program, tile_float, tile_half
+from lut4tool.kernels.cuda import decode, gemv_float, gemv_half, general, program, tile_float, tile_half, wide_half
 from lut4tool.kernels.cuda import weights as cuda_weights
 from lut4tool.kernels.cuda.program import Program
 from lut4tool.kernels.cuda.weights import arranged, irregular
@@ -181,6 +181,23 @@ def test_rows_beside_one_with_inf_are_as_exact(perm: tuple[int, int]) -> None:
 
 @needs_gpu
 @pytest.mark.gpu
+@pytest.mark.skipif(not program.hopper(), reason="needs a Hopper GPU: its copy engine, clusters and wgmma")
+@pytest.mark.parametrize(
+    ("columns", "parts", "shape"),
+    [(32, 2, (200, 1152, 128)), (128, 2, (77, 2192, 16)), (192, 1, (1000, 1152, 128)), (256, 1, (36000, 128, 64))],
+)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_wide_tile(columns: int, parts: int, shape: tuple[int, int, int], dtype: str, monkeypatch: Any) -> None:
+    """Parts of K of an odd number of chunks, rows past M and N, more tiles than blocks."""
+    monkeypatch.setattr(wide_half, "shape", lambda m, rows, chunks: (columns, parts))
+    weight = lookup4(*shape, perm=(1, 0), weight_dtype=dtype)
+    for m in (70, 300):
+        x = values(dtype, m, shape[1], seed=m)
+        check(multiply(x, weight, dtype, "tile"), x, dense(weight), dtype)
+
+
+@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["gemv", "tile"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(200, 1152, 128), (77, 2192, 16)], ids=str)
@@ -289,6 +306,7 @@ def test_a_product_and_its_adjoint_decode_once_a_run(dtype: str, monkeypatch: An
     """Step by step, each run asks once; compiled, no run asks, and the function has one decode for both products."""
     weight = lookup4(1024, 2048, weight_dtype=dtype)
     proto, x = forward_and_adjoint([weight], dtype), values(dtype, 4096, 1024)
+    monkeypatch.setattr(cuda, "hopper", lambda: False)  # which needs no decode
     assert {cuda.pick(dtype, 4096, n) for n in (1024, 2048)} == {"decode"}
     made = decodes(monkeypatch)
     monkeypatch.setenv(regions.SWITCH, "0")
@@ -330,6 +348,7 @@ def test_a_product_and_its_adjoint_decode_once_a_run(dtype: str, monkeypatch: An
 @pytest.mark.parametrize("switch", ["0", "1"])
 def test_a_shared_matrix_goes_with_its_last_use(switch: str, monkeypatch: Any) -> None:
     """Of 48 weights, each with its adjoint behind it, some matrices are there at a time, and none after a run."""
+    monkeypatch.setattr(cuda, "hopper", lambda: False)  # which needs no decode
     monkeypatch.setenv(regions.SWITCH, switch)
     one = lookup4(8192, 8192, weight_dtype="bfloat16")
     weights = [replace(one, codebook=formats.NF4 * np.float32(1 + place / 64)) for place in range(48)]
@@ -486,8 +505,11 @@ def test_refusals() -> None:
     assert "float32, float16 and bfloat16 are served" in str(cuda.refuses(mx.zeros((1, 64), mx.int32), weight))
 
 
-def test_the_kernel_follows_the_rows_of_x() -> None:
+def test_the_kernel_follows_the_rows_of_x(monkeypatch: Any) -> None:
+    monkeypatch.setattr(cuda, "hopper", lambda: False)
     assert [cuda.pick("bfloat16", m, 14336) for m in (1, 8, 9, 128, 129)] == ["gemv", "gemv", "tile", "tile", "decode"]
     assert [cuda.pick("float32", m, 14336) for m in (1, 4, 5, 4096)] == ["gemv", "gemv", "tile", "tile"]
     assert [cuda.pick("float16", m, 1024) for m in (512, 4096)] == ["tile", "decode"]
+    monkeypatch.setattr(cuda, "hopper", lambda: True)
+    assert [cuda.pick("bfloat16", m, 14336) for m in (1, 8, 9, 2048)] == ["gemv", "gemv", "tile", "tile"]
     assert general.ROWS > 0
