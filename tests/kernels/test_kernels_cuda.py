@@ -325,6 +325,7 @@ def test_a_product_and_its_adjoint_decode_once_a_run(dtype: str, monkeypatch: An
     np.testing.assert_array_equal(steps, alone)
     monkeypatch.undo()
 
+    monkeypatch.setattr(cuda, "hopper", lambda: False)
     made = decodes(monkeypatch)
     runtime = Runtime(proto, device="cuda")
     for _ in range(2):
