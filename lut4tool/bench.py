@@ -156,7 +156,7 @@ def bench(
         compared = _columns(product.weight)
         for m in rows:
             x = np.random.default_rng(0).random((m, shape.K), np.float32).astype(FLOAT_DTYPES[dtype])
-            calls, failed = _same(engines, x, compared, dtype)
+            calls, failed = _same(engines, x, compared, shape.N, dtype)
             missing |= dict.fromkeys(Missing(shape, name, why) for name, why in (reasons | failed).items())
             for emptied in (False, True) if cold and m <= 4 else (False,):
                 taken = _in_turns({engine.name: call for engine, call in calls}, seconds, emptied)
@@ -253,7 +253,7 @@ def _columns(weight: Lookup4Weight | QmmWeight) -> np.ndarray:
 
 
 def _same(
-    engines: Sequence[Engine], x: np.ndarray, columns: np.ndarray, dtype: str
+    engines: Sequence[Engine], x: np.ndarray, columns: np.ndarray, outputs: int, dtype: str
 ) -> tuple[list[tuple[Engine, Call]], dict[str, str]]:
     """The engines whose product of x is right, each with its call, and by name what the others did.
 
@@ -265,6 +265,8 @@ def _same(
     for engine in engines:
         try:
             call, y = call_of(engine, x)
+            if y.shape != (len(x), outputs):
+                raise EngineError(f"another product: of shape {list(y.shape)}, not {[len(x), outputs]}")
             off = np.abs(y[:, : columns.shape[1]].astype(np.float64) - exact) / np.maximum(most, 1e-300)
             if not off.max() <= 1:
                 raise EngineError(f"another product: {off.max():.3g} times what rounding in {dtype} explains")

@@ -176,6 +176,8 @@ def test_a_peer_that_is_wrong_or_fails_is_not_timed(
     assert timings == []
     assert all(reason.startswith("another product: ") and "rounding in float32" in reason for reason in reasons)
     assert reasons
+    fakes.library.matmul_4bit = lambda A, B, quant_state: Tensor(right(A, B, quant_state).array[:, 1:])
+    assert bitsandbytes_of(SHAPES[0])[1][0] == "another product: of shape [1, 95], not [1, 96]"
     fakes.library.matmul_4bit = lambda *_, **__: 1 / 0
     assert bitsandbytes_of(SHAPES[0]) == ([], ["failed: ZeroDivisionError: division by zero"])
     monkeypatch.setattr("lut4tool.engines.kind_of", lambda device: "cuda")
