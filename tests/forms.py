@@ -304,6 +304,36 @@ def cut_from_the_end(w: Writer) -> str:
     return w.node("Reshape", w.node("Slice", flat, [0], [-left_out], [-1]), [w.rows, w.cols])
 
 
+@form
+def table_read_by_lists_of_one(w: Writer) -> str:
+    """PyTorch's table[codes]: GatherND."""
+    codes, scales = canonical_parts(w)
+    w.weight = w.flat(codes, scales)
+    index = w.node("Reshape", w.pairs(w.constant(packed(codes), "dec/packed")), [-1, w.block])
+    return w.blocks(w.node("GatherND", w.constant(NF4, "dec/codebook"), w.node("Unsqueeze", index, [-1])), scales)
+
+
+@form
+def columns_of_bytes_without_unsqueeze(w: Writer) -> str:
+    """Bytes [n, 1], as bitsandbytes keeps them."""
+    codes, scales = canonical_parts(w)
+    w.weight = w.flat(codes, scales)
+    whole = w.node("Cast", w.constant(packed(codes)[:, None], "dec/packed"), to=INT32)
+    halves = (w.node("Div", whole, np.int32(16)), w.node("Mod", whole, np.int32(16)))
+    index = w.node("Reshape", w.node("Concat", *halves, axis=1), [-1, w.block])
+    return w.blocks(w.node("Gather", w.constant(NF4, "dec/codebook"), index), scales)
+
+
+@form
+def halves_made_columns_by_reshape(w: Writer) -> str:
+    codes, scales = canonical_parts(w)
+    w.weight = w.flat(codes, scales)
+    whole = w.node("Cast", w.constant(packed(codes), "dec/packed"), to=INT64)
+    halves = (w.node("Reshape", w.node(op, whole, [16]), [-1, 1]) for op in ("Div", "Mod"))
+    index = w.node("Reshape", w.node("Concat", *halves, axis=1), [-1, w.block])
+    return w.blocks(w.node("Gather", w.constant(NF4, "dec/codebook"), index), scales)
+
+
 def in_columns(w: Writer, index: str, codes: np.ndarray, scales: np.ndarray) -> str:
     """[K / b, b, N] times [K / b, 1, N]."""
     w.weight = NF4[codes] * np.repeat(scales, w.block, axis=0)

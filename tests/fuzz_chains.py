@@ -26,6 +26,7 @@ from build_affine import build_affine
 from build_nbits import nbits
 from build_product import product
 from forms import FORMS, make
+from forms_affine import AFFINE_FORMS, make_affine
 from mutants_bnb4 import bnb4
 from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper
 from rewriting import run_onnxruntime, run_reference
@@ -43,7 +44,20 @@ TYPES = (1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13, 16, 21, 22)
 STAND_INS = (
     ("Cast", "Identity", "Neg", "Abs", "Floor", "Transpose", "Flatten", "Relu", "BitwiseNot", "Shape"),
     ("Div", "Mod", "Mul", "Add", "Sub", "Pow", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Max", "Min"),
-    ("Unsqueeze", "Squeeze", "Reshape", "Expand", "Gather", "Concat", "Tile", "GatherElements", "DequantizeLinear"),
+    (
+        "Unsqueeze",
+        "Squeeze",
+        "Reshape",
+        "Expand",
+        "Gather",
+        "Concat",
+        "Tile",
+        "GatherElements",
+        "DequantizeLinear",
+        "GatherND",
+    ),
+    ("Less", "LessOrEqual", "Greater", "Equal", "And", "Or"),
+    ("Where", "ScatterND", "ScatterElements"),
     ("MatMul", "Gemm", "FusedMatMul", "MatMulNBits", "MatMulBnb4"),
 )
 NAMES = ("axis", "perm", "to", "fmod", "direction", "allowzero", "saturate", "block_size", "output_dtype", "transB",
@@ -94,6 +108,9 @@ def bases() -> dict[str, Base]:
     for name in FORMS:
         form = make(name)
         found[f"lookup: {name}"] = base(form.model, form.feeds, form.oracle.shape[0])
+    for name in AFFINE_FORMS:
+        form = make_affine(name)
+        found[f"affine form: {name}"] = base(form.model, form.feeds, form.oracle.shape[0])
     for name, spelling in AFFINE.items():
         affine = build_affine(**spelling)
         found[f"affine: {name}"] = base(affine.model, affine.feeds, affine.affine.k)

@@ -17,6 +17,11 @@ IN_FUNCTION = {"place": ["function"], "hold": "packed", "literals": "constant"}
 IN_FUNCTION |= {"leaves": "initializer initializer constant"}
 
 
+APART = "Concat of nibbles apart from each other, not of both of each byte"
+MOVED = "Concat of nibbles that are moved in two ways, not in one"
+TAKEN = "Div, BitShift, Mod or BitwiseAnd of a constant of packed bytes"
+
+
 @dataclass(frozen=True, eq=False)
 class Mutant:
     """A model that must be refused; `later`: another chain will prove it one day."""
@@ -337,7 +342,7 @@ CHAIN = [
     Mutant("slice end too far", "Reshape of 64 elements to [6, 10], which", (literal("Slice", 2, [65]),)),
     Mutant("slice end from the end", "Slice to [-64] of 64 elements, not to 1 to 64", (literal("Slice", 2, [-64]),)),
     Mutant("slice to nothing", "Slice to [0] of 64 elements, not to 1 to 64", (literal("Slice", 2, [0]),)),
-    Mutant("slice end scalar", "Slice to 60, not to [rows * cols]", (literal("Slice", 2, 60),)),
+    Mutant("slice end scalar", "Slice to 60, not to one end", (literal("Slice", 2, 60),)),
     Mutant("slice of a matrix", "Slice of a value of shape [8, 8], not of flat elements",
            (inputs("Slice", "Mul", "dec/start", "dec/end", "dec/cut"),)),
     Mutant("other matrix", "Reshape of 60 elements to [5, 10], which", (literal("ToMatrix", 1, [5, 10]),)),
@@ -360,12 +365,12 @@ CHAIN = [
            (literal("Slice", 2, [50]), literal("ToMatrix", 1, [5, 10]))),
     Mutant("three nibbles", "Concat of 3 values", (inputs("Concat", "UnsqueezeHigh", "UnsqueezeLow", "UnsqueezeLow"),)),
     Mutant("one nibble", "Concat of 1 values", (inputs("Concat", "UnsqueezeHigh"),)),
-    Mutant("concat axis", "Concat with axis 0, not 1", (attribute("Concat", axis=0),)),
+    Mutant("concat axis", APART, (attribute("Concat", axis=0),)),
     Mutant("high twice", "Concat of the high nibble twice", (inputs("Concat", "UnsqueezeHigh", "UnsqueezeHigh"),)),
     Mutant("low twice", "Concat of the low nibble twice", (inputs("Concat", "UnsqueezeLow", "UnsqueezeLow"),)),
-    Mutant("high axis", "Unsqueeze on axes 0, not 1", (literal("UnsqueezeHigh", 1, [0]),)),
-    Mutant("low axis", "Unsqueeze on axes 0, not 1", (literal("UnsqueezeLow", 1, [0]),)),
-    Mutant("two axes", "Unsqueeze on axes [1, 2], not 1", (literal("UnsqueezeLow", 1, [1, 2]),)),
+    Mutant("high axis", MOVED, (literal("UnsqueezeHigh", 1, [0]),)),
+    Mutant("low axis", MOVED, (literal("UnsqueezeLow", 1, [0]),)),
+    Mutant("two axes", "Unsqueeze on axes [1, 2] of shape [32]", (literal("UnsqueezeLow", 1, [1, 2]),)),
     Mutant("div", "Div by 15, not 16", (literal("Div", 1, [15]),)),
     Mutant("mod", "Mod by 15, not 16", (literal("Mod", 1, [15]),)),
     Mutant("mod scalar", "Mod by 8, not 16", (literal("Mod", 1, 8),)),
@@ -380,7 +385,7 @@ CHAIN = [
            (add("other", PACKED), inputs("CastLow", "other")), {"casts": 2}),
     Mutant("packed int8", "packed 'dec/packed', INT8 [32], is not UINT8", (tensor("packed", PACKED.astype(np.int8)),)),
     Mutant("packed uint16", "UINT16 [32], is not UINT8", (tensor("packed", PACKED.astype(np.uint16)),)),
-    Mutant("packed rank 2", "Concat with axis 1, not 2", (tensor("packed", PACKED.reshape(4, 8)),)),
+    Mutant("packed rank 2", APART, (tensor("packed", PACKED.reshape(4, 8)),)),
     Mutant("packed long", "Reshape of 66 elements to [-1, 8], which", (tensor("packed", np.zeros(33, np.uint8)),)),
     Mutant("packed short", "Reshape of 60 elements to [-1, 8], which", (tensor("packed", PACKED[:30]),)),
     Mutant("packed empty", "packed 'dec/packed', UINT8 [0], is empty", (tensor("packed", PACKED[:0]),)),
@@ -504,7 +509,7 @@ WALK = [
            (external("dec/mod_by"),)),
     Mutant("computed literal", "'dec/mod_by' is computed by Abs",
            (add("sixteen", np.array([16])), computed("dec/mod_by", "sixteen"))),
-    Mutant("computed packed", "BitwiseNot, not Cast of a constant of packed", (before("Cast", 0, "BitwiseNot"),),
+    Mutant("computed packed", f"BitwiseNot, not {TAKEN}", (before("Cast", 0, "BitwiseNot"),),
            {"opset": 18}),
     Mutant("computed scales", "Abs, not a constant of scales", (before("UnsqueezeScales", 0, "Abs"),)),
     Mutant("computed codebook", "Abs, not a constant of codebook", (before("Gather", 0, "Abs"),)),

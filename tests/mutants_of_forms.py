@@ -8,8 +8,10 @@ import numpy as np
 import onnx
 from forms import INT64, NF4, Model, Writer, assemble, make, matmul, packed
 from mutants import (
-    IN_FUNCTION,
+    APART,
+    MOVED,
     SCALES,
+    TAKEN,
     TWO_CALLS,
     Edit,
     Mutant,
@@ -17,7 +19,6 @@ from mutants import (
     attribute,
     before,
     call,
-    constant,
     inputs,
     literal,
     literal_at,
@@ -25,7 +26,6 @@ from mutants import (
     tensor,
     without,
 )
-from onnx import helper
 
 PADDED = "bytes padded to whole blocks"
 
@@ -104,9 +104,9 @@ MUTANTS_OF_FORMS = [
     of(PADDED, "Pad by [0, -2], not by [0, bytes], some of them", literal("Pad", 1, [0, -2])),
     of(PADDED, "Pad with a value or axes of its own", add("dec/one", np.uint8(1)), literal("Pad", 2, 1, np.uint8)),
     of(PADDED, "Pad with mode edge, not constant", attribute("Pad", mode="edge")),
-    of(PADDED, "is not flat", tensor("packed", np.zeros((5, 6), np.uint8))),
+    of(PADDED, "not of flat bytes", tensor("packed", np.zeros((5, 6), np.uint8))),
     of(PADDED, "56 codes and padding for 60", tensor("packed", np.zeros(28, np.uint8)), literal("Pad", 1, [0, 4])),
-    of(PADDED, "Expand, not Cast of a constant of packed", operator("Pad", "Expand")),
+    of(PADDED, f"Expand, not {TAKEN}", operator("Pad", "Expand")),
     of("bit shift of bytes", "Gather by UINT8 codes, not INT64, INT32", attribute("Cast", to=2)),
     of("bit shift of bytes", "BitShift with direction LEFT, not RIGHT", attribute("BitShift", direction="LEFT")),
     of("bit shift of bytes", "BitShift with direction none, not RIGHT", without("BitShift", "direction")),
@@ -117,7 +117,13 @@ MUTANTS_OF_FORMS = [
     of("bit shift of wider integers", "BitShift of INT64, not", attribute("Cast", to=7),
        literal("BitShift", 1, [4]), literal("BitwiseAnd", 1, [15]), literal("BitwiseAnd2", 1, [15])),
     of("bit shift of wider integers", "BitwiseAnd by 14, not 15", literal("BitwiseAnd", 1, [14], np.uint32)),
-    of("low nibble first", "2 Unsqueeze nodes over a nibble, not one",
+    of("table read by lists of one", "Unsqueeze on axes 0 of what GatherND reads, not -1",
+       literal("Unsqueeze3", 1, [0])),
+    of("table read by lists of one", "Squeeze, not Unsqueeze", operator("Unsqueeze3", "Squeeze")),
+    of("table read by lists of one", "GatherND with batch_dims 1, not 0", attribute("GatherND", batch_dims=1)),
+    of("columns of bytes without unsqueeze", APART, attribute("Concat", axis=0), name="halves apart"),
+    of("low nibble first", "Slice on axes [0, 0], not on one", literal("Slice", 3, [0, 0])),
+    of("low nibble first", MOVED,
        before("Concat", 0, "Unsqueeze"), literal_at("new/Concat", [1])),
     of("unpacked uint8", "Cast of codes to UINT8, not INT64, INT32", attribute("Cast", to=2)),
     of("unpacked uint8", "codes 'dec/packed', FLOAT [16, 24], is not of integers",
@@ -143,8 +149,5 @@ MUTANTS_OF_FORMS = [
     custom("386 codes for 16 x 24 elements", 16, 24, 8, columns_cut_off, "codes cut off before columns"),
     custom("scales that are double-quantized along columns", 16, 24, 8, double_quantized_columns, "nested columns"),
     custom("not by blocks or columns", 16, 24, 8, scales_in_a_grid, "scales in a grid"),
-    Mutant("formal scales that have to be laid out", "is an input of a function and not as Lookup4MatMul wants it",
-           (operator("UnsqueezeScales", "Reshape"), tensor("scales", SCALES.reshape(2, 4)),
-            constant("dec/scales_axis", helper.make_attribute("value_ints", [8, 1]))), IN_FUNCTION),
     Mutant("calls with two types", "FLOAT [8] or FLOAT16 [8], is not of one type", (of_other_type,), **TWO_CALLS),
 ]  # fmt: skip

@@ -9,8 +9,8 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from lut4tool.formats import CODEBOOKS, DTYPE_NAME, LOOKUP4_MATMUL, ONNX_DTYPE, lookup4_attributes
 from lut4tool.recognize import packing, vendor
+from lut4tool.recognize.clauses import Leaves
 from lut4tool.recognize.layout import Axis, Cut, Laid, flattened
-from lut4tool.recognize.lookup import Leaves
 from lut4tool.recognize.proof import Product, Proof
 from lut4tool.recognize.trail import Trail
 from lut4tool.recognize.walk import OPSETS, Constant, Place, Walk
@@ -47,7 +47,7 @@ def matmul_bnb4(walk: Walk, site: Place) -> Proof:
         "codebook": Laid(packing.codebook, (), (table,), TensorProto.FLOAT, (16,)),
     }
     for held in roles.values():
-        leaves.require_fixed(held)
+        leaves.require_fixed(() if isinstance(held, str) else held.sources)
     dtype, perm = DTYPE_NAME[next(iter(scales.types))], (1, 0) if facts["transB"] else (0, 1)
     nodes, product, weight = _spelled(packed.name, scales.name, facts, table, dtype)
     return Proof(

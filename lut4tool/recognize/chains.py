@@ -29,9 +29,11 @@ class Form:
 
 
 _NIBBLES = (
-    "uint8 bytes taken apart by Div 16 or BitShift 4 and Mod 16 or BitwiseAnd 15, in any integer type that holds them, "
-    "the high or the low nibble first; or a code an element, in any integer type. Gather of 16 entries"
+    "uint8 bytes taken apart by Div 16 or BitShift 4 and Mod 16 or BitwiseAnd 15 (PyTorch's `>>`, `//` and `%` of "
+    "signed integers too), in any integer type that holds them, the high or the low nibble first; or a code an "
+    "element, in any integer type. Gather, or PyTorch's GatherND, of 16 entries"
 )
+_MOVED = "moved or repeated by Reshape, Transpose, Expand, Tile or Slice"
 
 #: All that is proved: README's table is made of it, and a test finds each row.
 FORMS = (
@@ -47,10 +49,17 @@ FORMS = (
     Form(
         "dequantized",
         "INT4 or UINT4, or the nibbles of uint8 bytes cast to UINT4",
-        "DequantizeLinear by blocks along K, by columns or by one scale; zero points or none",
+        f"DequantizeLinear by blocks along K, by columns or by one scale; zero points or none; codes {_MOVED}",
         QMM,
     ),
-    Form("arithmetic", "the nibbles of uint8 bytes", "Sub of zero points and Mul by scales, by blocks along K", QMM),
+    Form(
+        "arithmetic",
+        "the nibbles of uint8 bytes, side by side or in halves one after the other (HQQ, its ScatterND too); or INT4 "
+        "or UINT4",
+        "Sub of zero points (integers, floats, nibbles, one number; or none) and Mul by scales, by blocks along K or "
+        f"by columns, all {_MOVED}",
+        QMM,
+    ),
     Form("matmul_bnb4", "com.microsoft::MatMulBnb4: FP4 or NF4", "its absmax", LOOKUP4_MATMUL, vendor=True),
     Form(
         "matmul_nbits",

@@ -13,6 +13,7 @@ from lut4tool.recognize import qmm, vendor
 from lut4tool.recognize.layout import Axis, Laid
 from lut4tool.recognize.proof import Product, Proof
 from lut4tool.recognize.qmm import Found, Grid, Types
+from lut4tool.recognize.view import view_of
 from lut4tool.recognize.walk import OPSETS, Constant, Place, Walk
 
 _INPUTS = ("A", "B", "scales", "zero_points", "g_idx", "bias")
@@ -140,7 +141,9 @@ def _points(site: Place, spelling: _Spelling, grid: Grid, constant: Constant | N
     pairs = spelling.node("Concat", low, high, axis=2)
     value = spelling.node("Reshape", pairs, spelling.ints([grid.columns, 2 * count]))
     value = spelling.node("Slice", value, spelling.ints([0]), spelling.ints([grid.blocks]), spelling.ints([1]))
-    role = Laid(qmm.lay_points, (constant.name,), (1, 2 * count, grid.blocks, True), TensorProto.UINT8, grid.scales)
+    view = view_of((grid.columns, 2 * count)).cut(1, grid.blocks)
+    settings = (view, 2 * count * grid.columns, 2, 0)
+    role = Laid(qmm.lay_points, (constant.name,), settings, TensorProto.UINT8, grid.scales)
     return _Points(spelling.node("Cast", value, to=TensorProto.FLOAT), role, part)
 
 

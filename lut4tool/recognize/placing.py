@@ -11,8 +11,8 @@ from onnx import TensorProto
 
 from lut4tool.formats import ONNX_DTYPE
 from lut4tool.recognize import packing
-from lut4tool.recognize.clauses import Shape
 from lut4tool.recognize.layout import Axis, Cut, Folded, Laid, flattened
+from lut4tool.recognize.view import Shape
 from lut4tool.recognize.walk import Constant, Place
 
 #: A longer unit is run in pieces of at most so many elements, all with its scale.

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from lut4tool.formats import DTYPE_NAME, ONNX_DTYPE, QMM
+from lut4tool.formats import DTYPE_NAME, ONNX_DTYPE, QMM, FormatError
 from lut4tool.recognize.layout import Axis, Cut, Laid
+from lut4tool.recognize.packing import cast_in_turn
 from lut4tool.recognize.proof import Product, Proof
+from lut4tool.recognize.view import View
 from lut4tool.recognize.walk import Constant, Place
 
 
@@ -170,34 +172,30 @@ def _one_point(value: int) -> np.ndarray:
     return np.full((1, 1), value, np.uint8)
 
 
-def scales(constant: Constant, grid: Grid, weight_dtype: str) -> Laid:
-    """Scales [N, blocks] from DequantizeLinear's in any other shape: as the codes lie, one for each of N, or one."""
-    (shape,) = constant.shapes
-    kind, columns = ONNX_DTYPE[weight_dtype], grid.columns
-    if shape in (grid.scales, (columns,)):
-        return Laid(lay_rows, (constant.name,), (grid.axis,), kind, (columns, grid.blocks))
-    return Laid(fill_rows, (constant.name,), (columns,), kind, (columns, 1))
+def lay_codes(array: np.ndarray, view: View, count: int, block: int) -> np.ndarray:
+    """uint8 [N, blocks, block / 2], low nibble first, of codes that lie as a view [N, K] shows.
 
-
-def pack(array: np.ndarray, block: int, axis: int, depth: int, *how: Any) -> np.ndarray:
-    """uint8 [N, blocks, block / 2], low nibble first, of codes [K, N] (axis 0) or [N, K] (axis 1)."""
-    codes = levels(array, *how)
-    rows = codes.T if axis == 0 else codes
-    padded = np.zeros((len(rows), -(-depth // block), block), np.uint8)
-    padded.reshape(len(rows), -1)[:, :depth] = rows
+    count: codes in the whole constant, of which the array may be some of N.
+    """
+    rows = _some(levels(array), view, count)
+    padded = np.zeros((len(rows), -(-rows.shape[1] // block), block), np.uint8)
+    padded.reshape(len(rows), -1)[:, : rows.shape[1]] = rows
     return padded[..., 0::2] | padded[..., 1::2] << 4
 
 
-def lay_points(array: np.ndarray, axis: int, *how: Any) -> np.ndarray:
-    """uint8 [N, blocks] or [1, 1] of zero points in any of DequantizeLinear's shapes."""
-    return lay_rows(levels(array, *how), axis)
+def lay_numbers(array: np.ndarray, view: View, count: int, *types: int) -> np.ndarray:
+    """Numbers that lie as a view [N, blocks] or [1, 1] shows, cast."""
+    return np.ascontiguousarray(_some(cast_in_turn(array, *types), view, count))
 
 
-def lay_rows(array: np.ndarray, axis: int) -> np.ndarray:
-    """[N, blocks] of what is one a block as the codes lie, or one for each of N."""
-    if array.ndim < 2:
-        return array.reshape(-1, 1)
-    return np.ascontiguousarray(array.T if axis == 0 else array)
+def lay_points(array: np.ndarray, view: View, count: int, per: int, shift: int) -> np.ndarray:
+    """uint8 zero points: 4-bit codes or integers, moved by `shift`. Raises FormatError for one that is no byte."""
+    numbers = levels(array).astype(np.int64) if per else array.reshape(-1).astype(np.int64)
+    points = _some(numbers + shift, view, count)
+    if points.min() < 0 or points.max() > 255:
+        worst = points.min() if points.min() < 0 else points.max()
+        raise FormatError(f"zero point {worst} of codes from 0 to 15 is not 0 to 255")
+    return np.ascontiguousarray(points.astype(np.uint8))
 
 
 def lay_flat(array: np.ndarray, *shape: int) -> np.ndarray:
@@ -205,17 +203,15 @@ def lay_flat(array: np.ndarray, *shape: int) -> np.ndarray:
     return array.reshape(-1, *shape)
 
 
-def fill_rows(array: np.ndarray, columns: int) -> np.ndarray:
-    """[N, 1] of what is one for all."""
-    return np.full((columns, 1), array.reshape(-1)[0], array.dtype)
-
-
-def levels(array: np.ndarray, row: int = 0, width: int = 0, low_first: bool = True) -> np.ndarray:
-    """Codes 0 to 15, uint8: int4 moved up by 8, uint4 as they are; of bytes the first `width` of each `row` nibbles."""
+def levels(array: np.ndarray) -> np.ndarray:
+    """Codes 0 to 15, uint8, flat: int4 moved up by 8, uint4 as they are; of bytes both nibbles, the low one first."""
     if array.dtype.name == "int4":
-        return (array.astype(np.int8) + 8).astype(np.uint8)
+        return (array.reshape(-1).astype(np.int8) + 8).astype(np.uint8)
     if array.dtype != np.uint8:
-        return array.astype(np.uint8)
-    low, high = array & 15, array >> 4
-    pairs = np.stack((low, high) if low_first else (high, low), axis=-1)
-    return pairs.reshape(-1, row)[:, :width]
+        return array.reshape(-1).astype(np.uint8)
+    return np.stack((array & 15, array >> 4), axis=-1).reshape(-1)
+
+
+def _some(flat: np.ndarray, view: View, count: int) -> np.ndarray:
+    """What a view shows of a whole constant, or of one that holds some of N."""
+    return (view if flat.size == count else view.of_units(0, view.shape[0] * flat.size // count)).taken(flat)

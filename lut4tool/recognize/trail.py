@@ -16,6 +16,8 @@ from lut4tool.storage import StorageError
 LONGEST_WALK = 1000
 #: How a tensor stores the integers that literals are: in raw data, and in its own field.
 _STORED: dict[int, tuple[str, str]] = {
+    TensorProto.BOOL: ("B", "int32_data"),
+    TensorProto.INT8: ("b", "int32_data"),
     TensorProto.UINT8: ("B", "int32_data"),
     TensorProto.INT16: ("h", "int32_data"),
     TensorProto.UINT16: ("H", "int32_data"),
@@ -76,22 +78,20 @@ class Trail:
         at.refuse(f"{self.op_type(value)} '{value.name}', not the output of {expected}")
 
     def literal(
-        self, place: Place, index: int, absent: tuple[int, ...] | None = None, kind: int = TensorProto.INT64
+        self,
+        place: Place,
+        index: int,
+        absent: tuple[int, ...] | None = None,
+        kind: int = TensorProto.INT64,
+        most: int = LITERAL_ELEMENTS,
     ) -> Literal:
         """A literal of one integer type; `absent` is what a missing optional input means, a list."""
         if absent is not None and (len(place.node.input) <= index or not place.node.input[index]):
             return Literal(absent, (len(absent),))
-        value = self.input(place, index)
-        if isinstance(value.definition, Argument):
-            place.refuse(f"literal '{value.name}' is an input; an initializer or a Constant is expected")
-        tensor = self.walk.constant(value, place).tensors[0]
+        tensor, value = self._small(place, index, most)
         if tensor.data_type != kind:
             place.refuse(f"literal '{value.name}' is {type_name(tensor.data_type)}, not {type_name(kind)}")
         size = math.prod(tensor.dims)
-        if size > LITERAL_ELEMENTS:
-            place.refuse(f"literal '{value.name}' has {size} elements, more than {LITERAL_ELEMENTS}")
-        if tensor.data_location == TensorProto.EXTERNAL:
-            tensor = self._inside(tensor, value, place)
         if tensor.HasField("segment"):
             place.refuse(f"literal '{value.name}' is stored in segments, which ONNX runtimes do not read")
         raw, (letter, stored) = tensor.raw_data, _STORED[kind]
@@ -103,11 +103,31 @@ class Trail:
         )
         if len(values) != size or len(raw) % width:
             place.refuse(f"literal '{value.name}' holds {len(raw) or len(values)} bytes or values, not {size} values")
+        self._remember(value, tensor)
+        return Literal(values, tuple(tensor.dims))
+
+    def hold(self, place: Place, index: int) -> None:
+        """Remember a small constant whose value does not matter."""
+        tensor, value = self._small(place, index, LITERAL_ELEMENTS)
+        self._remember(value, tensor)
+
+    def _small(self, place: Place, index: int, most: int) -> tuple[TensorProto, Value]:
+        """A constant of at most so many elements."""
+        value = self.input(place, index)
+        if isinstance(value.definition, Argument):
+            place.refuse(f"literal '{value.name}' is an input; an initializer or a Constant is expected")
+        tensor = self.walk.constant(value, place).tensors[0]
+        size = math.prod(tensor.dims)
+        if size > most:
+            place.refuse(f"literal '{value.name}' has {size} elements, more than {most}")
+        external = tensor.data_location == TensorProto.EXTERNAL
+        return self._inside(tensor, value, place) if external else tensor, value
+
+    def _remember(self, value: Value, tensor: TensorProto) -> None:
         if isinstance(value.definition, NodeProto):
             self.passed.append(Place(value.scope, value.definition))
         else:
             self.literals[value.name] = tensor
-        return Literal(values, tuple(tensor.dims))
 
     def _inside(self, tensor: TensorProto, value: Value, place: Place) -> TensorProto:
         """A literal whose data is in a file, with that data."""

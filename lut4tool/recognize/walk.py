@@ -15,7 +15,7 @@ from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, SparseTen
 
 from lut4tool.formats import DTYPE_NAME
 from lut4tool.recognize.proof import Site, Step
-from lut4tool.storage import Tensors
+from lut4tool.storage import Tensors, abridged
 
 #: A literal has at most so many elements: the codebook is the largest.
 LITERAL_ELEMENTS = 16
@@ -28,6 +28,9 @@ PRODUCTS = (("", "MatMul"), ("", "Gemm"), (VENDOR, "FusedMatMul"))
 VENDOR_PRODUCTS = ((VENDOR, "MatMulBnb4"), (VENDOR, "MatMulNBits"))
 
 STANDARD = ("", "ai.onnx")
+FOUR_BITS = frozenset({TensorProto.INT4, TensorProto.UINT4})
+#: How a table is read by codes; GatherND is PyTorch's table[codes].
+LOOKUPS = ("Gather", "GatherND")
 _TYPES = {number: name for name, number in TensorProto.DataType.items()}
 _INTEGERS = frozenset(number for number, name in _TYPES.items() if name.removeprefix("U").startswith("INT"))
 #: Attributes of a Constant that hold numbers, besides `value`: where, and of which type.
@@ -235,7 +238,7 @@ class Walk:
                 inner = [(at, entry) for at, entry in enumerate(node.attribute) if entry.type == AttributeProto.GRAPH]
                 for position, attribute in reversed(inner):
                     path = (*scope.path, (index, position))
-                    below = f"{scope.title(node)}/{attribute.name}/"
+                    below = abridged(f"{scope.title(node)}/{attribute.name}/")
                     child = self._scope(attribute.g, scope, function, path, below, scope.opset)
                     waiting.append((child, iter(enumerate(child.nodes))))
                 if inner:
@@ -372,14 +375,14 @@ class Walk:
             return Origin(before[0].constant)
         data = before[:1] if node.op_type in _PLACING else before
         integers = any(origin.integers for origin in data)
-        decodes = node.op_type == "Gather" or (node.op_type in ("Mul", "DequantizeLinear") and integers)
+        decodes = node.op_type in LOOKUPS or (node.op_type in ("Mul", "DequantizeLinear") and integers)
         if node.op_type == "DequantizeLinear":  # a formal input's type is not written, and floats are rare here
             first = self.lookup(value.scope, "".join(node.input[:1]))
             decodes |= first is not None and isinstance(first.definition, Argument)
         callee = self.functions.get((_domain(node.domain), node.op_type, node.overload))
         if callee is not None:
             decodes = any(
-                inner.op_type in ("Gather", "DequantizeLinear") for inner in self.model.functions[callee].node
+                inner.op_type in (*LOOKUPS, "DequantizeLinear") for inner in self.model.functions[callee].node
             )
         return Origin(
             all(origin.constant for origin in before), decodes or any(origin.decodes for origin in data), integers
@@ -476,8 +479,9 @@ def attribute(place: Place, name: str, absent: Any = None) -> Any:
 
 
 def worth_a_walk(model: onnx.ModelProto, vendor: bool) -> bool:
-    """Whether the model has an operator that takes a nibble or an integer weight apart; others are not walked.
+    """Whether the model has a 4-bit tensor, or an operator that takes a nibble or an integer weight apart.
 
+    Others are not walked.
     Codes that lie one an element need none: there a Gather is one, where a table of 16 floats is in the model.
     """
     signs = {"Mod", "BitwiseAnd", "DequantizeLinear", *(op for _, op in VENDOR_PRODUCTS if vendor)}
@@ -487,14 +491,18 @@ def worth_a_walk(model: onnx.ModelProto, vendor: bool) -> bool:
         body = waiting.pop()
         if isinstance(body, GraphProto):
             tables = tables or any(map(_is_table, body.initializer))
+            if any(tensor.data_type in FOUR_BITS for tensor in body.initializer):
+                return True
         for node in body.node:
             if node.op_type in signs:
                 return True
-            gathers |= node.op_type == "Gather"
+            gathers |= node.op_type in LOOKUPS
             for written in node.attribute:
                 if written.type == AttributeProto.GRAPH:
                     waiting.append(written.g)
                 elif node.op_type == "Constant":
+                    if written.t.data_type in FOUR_BITS:
+                        return True
                     tables |= _is_table(written.t) or len(written.floats) == LITERAL_ELEMENTS
     return gathers and tables
 

@@ -17,6 +17,7 @@ import pytest
 from mutants import MUTANTS
 from mutants_affine import AFFINE
 from mutants_bnb4 import BNB4
+from mutants_of_affine_forms import AFFINE_FORMS_WRONG
 from mutants_of_forms import MUTANTS_OF_FORMS
 
 import lut4tool.recognize
@@ -27,11 +28,14 @@ FOLDER = Path(lut4tool.recognize.__file__).parent
 FILES = (
     "walk",
     "trail",
+    "view",
     "clauses",
+    "nibbles",
     "placing",
     "lookup",
     "vendor",
     "qmm",
+    "grid",
     "affine",
     "nbits",
     "bnb4",
@@ -50,21 +54,28 @@ KEPT = {
     "trail.node(value, 'Add', at)": "the line before asked for the operator's name",
     "trail.node(value, 'Concat', at, 'axis')": "the caller asked for the operator's name",
     "trail.node(value, op, at": "the line before asked for the operator's name",
-    "trail.node(trail.input(matrix, 0), 'Mul', matrix)": "affine.chain_of asked for the operator's name",
-    "trail.node(source, 'Cast', node, 'to')": "the line before asked for the operator's name",
+    "trail.node(value, 'Sub', at)": "the caller asked for the operator's name",
+    "trail.node(value, 'Where', at)": "the caller asked for the operator's name",
+    "trail.node(value, 'ScatterND', at)": "the caller asked for the operator's name",
+    "trail.node(made, 'Sub', reader)": "a line before asked for the operator's name",
+    "trail.node(value, 'GatherND' if": "the caller asked for the operator's name",
+    "trail.node(value, 'DequantizeLinear', at": "affine.chain_of asked for the operator's name",
     "trail.node(value, 'Pad', at)": "the line before asked for the operator's name",
-    "trail.node(value, 'Slice', at)": "the line before asked for the operator's name",
-    "trail.node(value, 'Transpose', at, 'perm')": "the line before asked for the operator's name",
-    "trail.node(value, 'Cast', at, 'to')": "the line before asked for the operator's name",
     "not isinstance(found, NodeProto) of": "the chains ask for the operator's name first",
 }
 
 
+ALL_AFFINE = [*AFFINE_FORMS_WRONG, *AFFINE]
+
 #: Modules whose checks mutants of their own show; they are recognized with the vendor's operators.
 OWN = {
-    "qmm": AFFINE,
-    "affine": AFFINE,
-    "nbits": AFFINE,
+    "clauses": [*MUTANTS, *MUTANTS_OF_FORMS, *ALL_AFFINE],
+    "nibbles": [*MUTANTS, *MUTANTS_OF_FORMS, *ALL_AFFINE],
+    "trail": [*MUTANTS, *MUTANTS_OF_FORMS, *ALL_AFFINE],
+    "qmm": ALL_AFFINE,
+    "grid": ALL_AFFINE,
+    "affine": ALL_AFFINE,
+    "nbits": ALL_AFFINE,
     "bnb4": BNB4,
     "vendor": [*AFFINE, *BNB4],
     "__init__": [*MUTANTS, *AFFINE],

@@ -6,6 +6,8 @@ import numpy as np
 import onnx
 import pytest
 from mutants import MUTANTS, Mutant
+from mutants_affine import AFFINE
+from mutants_of_affine_forms import AFFINE_FORMS_WRONG
 from mutants_of_forms import MUTANTS_OF_FORMS
 from onnx import TensorProto, helper
 
@@ -21,6 +23,14 @@ def test_mutant_is_refused_with_its_sentence(mutant: Mutant) -> None:
     for refusal in report.refusals:
         assert mutant.sentence in refusal.reason
         assert refusal.reason.endswith(f", at node '{refusal.at}'")
+
+
+@pytest.mark.parametrize("mutant", [*AFFINE_FORMS_WRONG, *AFFINE], ids=lambda mutant: mutant.name)
+def test_affine_mutant_is_refused_with_its_sentence(mutant: Mutant) -> None:
+    report = recognize(mutant.model(), vendor=True)
+    assert not report.proofs
+    assert report.refusals
+    assert all(mutant.sentence in refusal.reason for refusal in report.refusals)
 
 
 def test_a_refusal_names_the_product_and_the_node_where_the_walk_stopped() -> None:
@@ -68,7 +78,7 @@ def test_a_cycle_of_the_chain_itself_is_refused() -> None:
     model = build(check=False).model
     find_node(model, "dec/Cast").input[0] = "dec/Concat_out"
     (refusal,) = recognize(model).refusals
-    assert refusal.reason.startswith("Concat, not Cast of a constant of packed")
+    assert refusal.reason.startswith("Concat, not Div, BitShift, Mod or BitwiseAnd of a constant of packed bytes")
 
 
 # Look-alikes: products that no refusal may speak of, beside a real chain that makes the model worth a walk.
@@ -85,6 +95,7 @@ def beside(nodes: Sequence[onnx.NodeProto], tensors: Sequence[TensorProto], inpu
     return report.refusals
 
 
+FOUR_BITS = "INT4 or UINT4, nor the nibbles of bytes"
 FLOATS = make_tensor("w", np.ones((10, 4), np.float32))
 INTEGERS = make_tensor("q", np.ones((10, 4), np.int8))
 PRODUCT = helper.make_node("MatMul", ["y", "weight"], ["z"], "product")
@@ -124,14 +135,14 @@ LISTED = {
                           "Mul of Cast and initializer, not of a Gather of entries and scales, at node 'scale'"),
     "int8 DequantizeLinear": ([helper.make_node("DequantizeLinear", ["q", "by"], ["weight"], "dequantize"), PRODUCT],
                               [INTEGERS, make_tensor("by", np.float32(1))],
-                              "codes 'q', INT8 [10, 4], is not INT4 or UINT4, at node 'dequantize'"),
+                              f"codes 'q', INT8 [10, 4], is not {FOUR_BITS}, at node 'dequantize'"),
     "constant Gather": ([helper.make_node("Gather", ["w", "at"], ["weight"], "pick"), PRODUCT],
                         [FLOATS, make_tensor("at", np.arange(10))],
                         "codebook 'w', FLOAT [10, 4], is not [16], at node 'pick'"),
     "int8 Gemm": ([helper.make_node("DequantizeLinear", ["q", "by"], ["weight"], "dequantize"),
                    helper.make_node("Gemm", ["y", "weight"], ["z"], "product")],
                   [INTEGERS, make_tensor("by", np.float32(1))],
-                  "codes 'q', INT8 [10, 4], is not INT4 or UINT4, at node 'dequantize'"),
+                  f"codes 'q', INT8 [10, 4], is not {FOUR_BITS}, at node 'dequantize'"),
 }  # fmt: skip
 
 
