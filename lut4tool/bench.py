@@ -185,7 +185,8 @@ def shapes_of(model: onnx.ModelProto, tensors: Tensors | None = None) -> list[Sh
     for nodes in waiting:
         for node in nodes:
             if node.domain == DOMAIN and node.op_type in (LOOKUP4_MATMUL, QMM):
-                products.append((node.op_type, {a.name: helper.get_attribute_value(a) for a in node.attribute}))
+                written = {a.name: helper.get_attribute_value(a) for a in node.attribute if not a.ref_attr_name}
+                products.append((node.op_type, written))
             waiting += [graph.node for graph in subgraphs(node)]
     if not products:
         refused = "".join(f" that is proved: {first.node}: {first.reason}" for first in report.refusals[:1])
@@ -194,11 +195,18 @@ def shapes_of(model: onnx.ModelProto, tensors: Tensors | None = None) -> list[Sh
 
 
 def _shape(op: str, a: Mapping[str, Any]) -> Shape:
+    """A product's shape from its attributes. Raises BenchError where they are none of one."""
+    names = ("N", "K", "block_size") if op == QMM else ("rows", "cols", "block_size")
+    rows, cols, block = sizes = [a.get(name, 0) for name in names]
+    perm = [1, 0] if op == QMM else a.get("perm")
+    whole = all(isinstance(size, int) and size > 0 for size in sizes) and block % 2 == 0
+    if not whole or perm not in ([0, 1], [1, 0], (0, 1), (1, 0)):
+        raise BenchError(f"{op} of {rows} x {cols}, block {block} and perm {perm} is no product that can be timed")
     if op == QMM:
-        return Shape(a["N"], a["K"], a["block_size"], affine=True)
-    transposed = list(a["perm"]) == [1, 0]
-    n, k = (a["rows"], a["cols"]) if transposed else (a["cols"], a["rows"])
-    return Shape(n, k, a["block_size"], transposed)
+        return Shape(rows, cols, block, affine=True)
+    transposed = list(perm) == [1, 0]
+    n, k = (rows, cols) if transposed else (cols, rows)
+    return Shape(n, k, block, transposed)
 
 
 # -- weights

@@ -547,7 +547,7 @@ def bench(
 
 def _numbers(text: str, option: str, counts: tuple[int, ...] = ()) -> list[int]:
     """Positive whole numbers with commas between them, so many of them where that is said."""
-    numbers = [int(part) if part.strip().isdigit() else 0 for part in text.split(",")]
+    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if min(numbers) < 1 or (counts and len(numbers) not in counts):
         such = "4096,4096" if counts else "1,16,128"
         raise typer.BadParameter(f"'{text}' is not a list of positive numbers such as {such}", param_hint=option)

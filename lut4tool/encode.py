@@ -17,6 +17,7 @@ import numpy as np
 
 from lut4tool.errors import Lut4Error
 from lut4tool.formats import CODEBOOKS, Lookup4Weight
+from lut4tool.storage import check_file
 
 _CHUNK_ELEMENTS = 1 << 20
 
@@ -35,7 +36,7 @@ def load_codebook(codebook: str | os.PathLike[str] | np.ndarray) -> np.ndarray:
     values, what = (codebook, "the codebook") if isinstance(codebook, np.ndarray) else _read_codebook(Path(codebook))
     try:
         with np.errstate(over="ignore"):  # it is not finite then, and that is said below
-            table = np.asarray(values).astype(np.float32)
+            table = np.asarray(values).astype(np.float32, casting="same_kind" if np.iscomplexobj(values) else "unsafe")
     except (TypeError, ValueError):
         raise ProduceError(f"{what} is not a list of numbers") from None
     if table.shape != (16,):
@@ -48,6 +49,7 @@ def load_codebook(codebook: str | os.PathLike[str] | np.ndarray) -> np.ndarray:
 def _read_codebook(path: Path) -> tuple[Any, str]:
     """Read the numbers of a codebook file; also return what an error calls it."""
     what = f"codebook file {path}"
+    check_file(path, "a .npy, .json or .txt file of 16 numbers")
     try:
         if path.suffix == ".npy":
             return np.load(path, allow_pickle=False), what

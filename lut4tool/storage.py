@@ -75,9 +75,7 @@ def read_model(path: PathLike) -> onnx.ModelProto:
     """
     name = os.fspath(path)
     try:
-        mode = os.stat(name).st_mode  # before open, which waits at a pipe
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise StorageError(f"{name} is not a regular file; an .onnx file is expected")
+        check_file(name, "an .onnx file")
         with open(name, "rb") as file:
             facts = os.fstat(file.fileno())
             if facts.st_size == 0:
@@ -89,6 +87,17 @@ def read_model(path: PathLike) -> onnx.ModelProto:
     except OSError as error:
         raise StorageError(f"cannot read {name}: {reason(error)}") from error
     return parse_model(data, name)
+
+
+def check_file(path: PathLike, wanted: str) -> None:
+    """Raise StorageError for a pipe, a socket or a device, which cannot be read from its start or never end.
+
+    Before it is opened: that waits at a pipe. What is missing, or a folder, says so itself when it is opened.
+    """
+    with contextlib.suppress(OSError):
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise StorageError(f"{os.fspath(path)} is not a regular file; {wanted} is expected")
 
 
 def parse_model(data: bytes, name: str = "the model") -> onnx.ModelProto:
@@ -349,6 +358,8 @@ def write_atomic(path: PathLike, content: bytes | Callable[[BinaryIO], object]) 
     A link is followed. Raises StorageError where the system refuses.
     """
     name = os.path.realpath(path)
+    if os.path.exists(name) and not (os.path.isfile(name) or os.path.isdir(name)):
+        raise StorageError(f"cannot write {os.fspath(path)}: it is not a regular file")
     try:
         with held(os.path.dirname(name)), temporary(name) as file:
             if callable(content):

@@ -47,7 +47,7 @@ def thread_count() -> int:
     """Threads that native code uses when not told: OMP_NUM_THREADS, at most the processors this process may use."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    return min(int(asked), allowed) if asked.isdigit() and int(asked) else allowed
+    return min(int(asked), allowed) if asked.isdecimal() and int(asked) else allowed
 
 
 def decode_elements(

@@ -23,8 +23,9 @@ from lut4tool.runtime import backend
 from lut4tool.runtime.dtypes import BY_NUMBER, type_of
 from lut4tool.runtime.feeds import ValueInfo
 from lut4tool.runtime.graph import RunError
+from lut4tool.runtime.ops.sizes import memory
 from lut4tool.runtime.session import Runtime
-from lut4tool.storage import write_atomic
+from lut4tool.storage import check_file, size_text, write_atomic
 
 #: What NumPy raises for files that are cut, damaged or lie about themselves.
 _DAMAGED = (
@@ -171,6 +172,7 @@ def _viewed(array: np.ndarray, info: ValueInfo) -> np.ndarray:
 
 
 def _load(path: Path) -> Any:
+    check_file(path, "an .npy or .npz file")
     try:
         return np.load(path, allow_pickle=False)
     except _DAMAGED as error:
@@ -183,6 +185,9 @@ def load_npz(path: Path) -> dict[str, np.ndarray]:
     if isinstance(loaded, np.ndarray):
         raise RunError(f"{path} holds one array; an .npz file of arrays by name is expected")
     with loaded:
+        size = sum(entry.file_size for entry in loaded.zip.infolist())
+        if size > memory():
+            raise RunError(f"{path} takes {size_text(size)} once unpacked, more than this machine's memory")
         try:
             return {name: loaded[name] for name in loaded.files}
         except (*_DAMAGED, OSError) as error:
