@@ -111,6 +111,8 @@ def print_summary(console: Console, document: dict[str, Any]) -> None:
     print_sites(console, document, "found")
     if not document["found"] and not document["refused"]:
         console.print("no 4-bit decode chain found")
+    for left in document["outside"]:
+        console.print(f"outside of every product: {left['reason']}")
     console.print("operators: " + ", ".join(f"{name} {count}" for name, count in document["operators"].items()))
     console.print(f"file {size_text(document['file_bytes'])}, external data {size_text(document['external_bytes'])}")
     if document["found"]:

@@ -13,7 +13,8 @@ from lut4tool.formats import DOMAIN, DTYPE_NAME, LOOKUP4_MATMUL, QMM
 from lut4tool.recognize import recognize
 from lut4tool.recognize.chains import VENDOR_CHAINS
 from lut4tool.recognize.cost import Cost, cost, folds
-from lut4tool.recognize.proof import Proof, Report
+from lut4tool.recognize.outside import outside
+from lut4tool.recognize.proof import Proof, Refusal, Report
 from lut4tool.recognize.walk import VENDOR_PRODUCTS
 from lut4tool.storage import StorageError, Tensors, external_tensors, location, nbytes
 
@@ -35,9 +36,13 @@ class Unreadable:
 
 @dataclass(frozen=True, eq=False)
 class Summary:
-    """Facts of one model; sizes in bytes, each distinct weight counted once."""
+    """Facts of one model; sizes in bytes, each distinct weight counted once.
+
+    outside: of each constant of 4-bit codes that no proof and no refusal speaks of, what reads it.
+    """
 
     report: Report
+    outside: tuple[Refusal, ...]
     operators: Mapping[str, int]
     file_bytes: int
     external_bytes: int
@@ -52,6 +57,7 @@ class Summary:
         return {
             "found": [_found(proof, costs[proof.key]) for proof in self.report.proofs],
             "refused": [refusal.to_json() for refusal in self.report.refusals],
+            "outside": [refusal.to_json() for refusal in self.outside],
             "operators": dict(self.operators),
             "file_bytes": self.file_bytes,
             "external_bytes": self.external_bytes,
@@ -70,6 +76,7 @@ def summarize(model: onnx.ModelProto, file_bytes: int, tensors: Tensors, vendor:
     external = external_tensors(model)
     return Summary(
         report,
+        outside(model, report),
         dict(_operators(model).most_common()),
         file_bytes,
         sum(map(nbytes, external)),

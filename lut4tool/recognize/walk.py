@@ -208,6 +208,7 @@ class Walk:
         self.tensors = tensors  # reads literals that are external data
         self.wanted = {*wanted, *(VENDOR_PRODUCTS if vendor else ())}
         self.products: list[Place] = []  # in graph order
+        self.scopes: list[Scope] = []
         self.functions = {(_domain(f.domain), f.name, f.overload): i for i, f in enumerate(model.functions)}
         self.calls: dict[int, list[Place]] = {index: [] for index in range(len(model.functions))}
         self._origins: dict[Value, Origin] = {}
@@ -252,6 +253,7 @@ class Walk:
     ) -> Scope:
         """Collect the names that one body defines."""
         scope = Scope(body, parent, function, path, prefix, opset, list(body.node))
+        self.scopes.append(scope)
         names = scope.names
         if isinstance(body, FunctionProto):
             names.update(dict.fromkeys(body.input, ARGUMENT))
@@ -331,7 +333,7 @@ class Walk:
             if current in self._origins:
                 waiting.pop()
             elif current not in opened:
-                opened[current] = self._before(current)
+                opened[current] = self.before(current)
                 waiting += [earlier for earlier in opened[current] if earlier not in self._origins]
             else:  # a cycle's open end and a name with two meanings count as constant: the walk refuses them in words
                 known = [self._origins.get(earlier, Origin(True)) for earlier in opened[current]]
@@ -345,7 +347,7 @@ class Walk:
         origin = self.origin(value)
         return origin.constant and origin.decodes
 
-    def _before(self, value: Value) -> list[Value]:
+    def before(self, value: Value) -> list[Value]:
         """The values that a value's node reads."""
         node = value.definition
         if not isinstance(node, NodeProto):
