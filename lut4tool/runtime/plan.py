@@ -36,6 +36,8 @@ __all__ = ["Node", "Plan", "RunError", "Unsupported", "plan"]
 
 #: Nodes that functions may bring in when they are inlined: some that call each other twice would have billions.
 INLINED = 1 << 16
+#: So many of a function's names and imports count as one node.
+_PARTS = 16
 #: Bytes that constants computed while planning take, at most, over WIDENED times the model's own.
 ROOM = 1 << 30
 #: After so many problems the rest of a model is not looked at.
@@ -316,7 +318,8 @@ class _Planner:
         if body.scope.depth >= DEPTH:
             self.problem(f"node '{site.name}': functions call each other more than {DEPTH} deep: {kind} calls itself")
             return
-        self.inlined += len(function.node)
+        read = (function.input, function.output, function.attribute_proto, function.opset_import)  # at each call
+        self.inlined += len(function.node) + sum(map(len, read)) // _PARTS
         if self.inlined > INLINED:
             self.problem(f"functions call functions until there are more than {INLINED} nodes: {kind} at the last")
             return
@@ -509,7 +512,7 @@ class _Planner:
             return self.subgraph(attribute.g, f"{name}/{abridged(attribute.name)}/", body)
         if kind == AttributeProto.TENSOR:
             try:
-                return self.constant(attribute, body.scope.depth > 0)
+                return self.constant(attribute)
             except StorageError as error:
                 self.problem(f"node '{name}': its attribute '{attribute.name}': {error}")
                 return np.zeros(0, np.float32)
@@ -521,17 +524,14 @@ class _Planner:
             return [text.decode("utf-8", "surrogateescape") for text in attribute.strings]
         return onnx.helper.get_attribute_value(attribute)
 
-    def constant(self, attribute: AttributeProto, kept: bool) -> np.ndarray:
-        """An attribute's tensor; `kept`: it is in a function, all calls of which share one array. Raises StorageError.
+    def constant(self, attribute: AttributeProto) -> np.ndarray:
+        """An attribute's tensor, one array for all calls of a function that has it. Raises StorageError.
 
-        While the attribute is kept too, protobuf gives the same object for it each time.
+        The attribute is kept too: while it is, protobuf gives the same object for it each time.
         """
-        if id(attribute) in self.constants:
-            return self.constants[id(attribute)][1]
-        array = np.asarray(self.tensors.array(attribute.t))
-        if kept:
-            self.constants[id(attribute)] = attribute, array
-        return array
+        if id(attribute) not in self.constants:
+            self.constants[id(attribute)] = attribute, np.asarray(self.tensors.array(attribute.t))
+        return self.constants[id(attribute)][1]
 
     def dense(self, sparse: onnx.SparseTensorProto) -> np.ndarray:
         """A sparse tensor as a dense array: its indices are flat [n] or coordinates [n, rank]. Raises StorageError."""
