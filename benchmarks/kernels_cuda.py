@@ -5,8 +5,8 @@
     python benchmarks/kernels_cuda.py --once lookup4:bfloat16:14336x4096:1     a product of 4 weights, for a profiler
 
 Every call of a graph takes another weight, 1.3 GB and more in turn, so that nothing is in the L2 cache. Caches are not
-flushed besides, clocks are left alone. A decode and MLX's product, two kernels, are timed by the wall clock over many
-products in one evaluation; they take longer on the GPU than on the host. The floor is packed bytes and scales over the
+flushed besides, clocks are left alone. A decode and MLX's product are timed by the wall clock over many products in one
+evaluation; they take longer on the GPU than on the host. The floor is packed bytes and scales over the
 bandwidth that a copy of 4 GB reaches here. Peers: torch's dense product, bitsandbytes' matmul_4bit (NF4, block 64).
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-BF16_BARS = {1: 16, 2: 0, 4: 17, 8: 0, 16: 22, 32: 0, 64: 0, 128: 45, 512: 0, 2048: 420}
+BF16_BARS = {1: 16, 2: 0, 4: 17, 8: 0, 16: 22, 32: 0, 64: 0, 128: 45, 256: 0, 512: 0, 1024: 0, 2048: 420}
 FLOAT_BARS = {1: 15, 2: 0, 4: 22, 8: 0, 16: 60, 64: 0, 128: 0, 512: 0}
 #: kind, type, N, K, block, M, bar in microseconds (0: none)
 CASES = [
@@ -32,12 +32,12 @@ CASES = [
     *(("lookup4", "float32", 14336, 4096, 64, m, bar) for m, bar in FLOAT_BARS.items()),
     ("lookup4", "bfloat16", 28672, 8192, 64, 1, 50),
     ("lookup4", "float32", 28672, 8192, 64, 1, 50),
-    *(("lookup4", "bfloat16", 4096, 4096, 64, m, 0) for m in (1, 16, 128)),
+    *(("lookup4", "bfloat16", 4096, 4096, 64, m, 0) for m in (1, 16, 128, 512)),
     ("lookup4", "float32", 4096, 4096, 64, 1, 0),
-    *(("qmm", "bfloat16", 14336, 4096, 32, m, bar) for m, bar in ((1, 20), (16, 0), (128, 60), (2048, 450))),
+    *(("qmm", "bfloat16", 14336, 4096, 32, m, bar) for m, bar in ((1, 20), (16, 0), (128, 60), (512, 0), (2048, 450))),
 ]  # fmt: skip
 THRESHOLDS = Path(__file__).parents[1] / "lut4tool/kernels/cuda/thresholds.py"
-CROSSINGS = {"bfloat16": (1, 4, 8, 12, 16, 32, 64, 96, 128, 192, 256), "float32": (1, 2, 4, 6, 8, 16)}
+CROSSINGS = {"bfloat16": (1, 4, 8, 12, 16, 32, 48, 64, 128, 512, 2048, 8192), "float32": (1, 2, 4, 6, 8, 16)}
 
 
 def ours(kind: str, dtype: str, n: int, k: int, block: int, sets: int) -> Iterator[Any]:
@@ -68,19 +68,22 @@ def product(dtype: str, kernel: str) -> Callable[[Any, Any], Any]:
     """The product of x and a weight by one kernel."""
     import mlx.core as mx
 
-    from lut4tool.kernels.cuda import decode, gemv_float, gemv_half, tile_float, tile_half
+    from lut4tool.kernels.cuda import decode, gemv_float, gemv_half, tile_float, tile_half, wide_half
 
     if kernel == "decode":
         return lambda x, w: mx.matmul(x, decode.dense(w, dtype).T)
-    half, float32 = {"gemv": gemv_half, "tile": tile_half}, {"gemv": gemv_float, "tile": tile_float}
-    module: Any = (float32 if dtype == "float32" else half)[kernel]
-    return lambda x, w: module.product(x, w, dtype)
+    halves: Any = {
+        "gemv": gemv_half.product, "tile": tile_half.product, "narrow": tile_half.narrow, "wide": wide_half.product
+    }  # fmt: skip
+    float32: Any = {"gemv": gemv_float.product, "tile": tile_float.product}
+    multiply = (float32 if dtype == "float32" else halves)[kernel]
+    return lambda x, w: multiply(x, w, dtype)
 
 
 def time_ours(cases: list[tuple[Any, ...]]) -> list[float]:
     """Microseconds of cases (kind, type, N, K, block, M, kernel)."""
     from lut4tool.runtime.backend import mx  # isort: skip
-    from benchmarks.cuda_graphs import compile_all, launch_of, time_launch
+    from benchmarks.cuda_graphs import compile_all, launches_of, time_launches
 
     launches = {}
     for case in cases:
@@ -88,13 +91,13 @@ def time_ours(cases: list[tuple[Any, ...]]) -> list[float]:
         if kernel != "decode":
             (weight,) = ours(*facts, 1)
             x = mx.zeros((m, facts[3]), getattr(mx, facts[1]))
-            launches[case] = launch_of(product(facts[1], kernel), x, weight)
-    compile_all(launch.program for launch in launches.values())
+            launches[case] = launches_of(product(facts[1], kernel), x, weight)
+    compile_all(launch.program for several in launches.values() for launch in several)
     done = []
     for case in cases:
         *facts, m, kernel = case
         sets = 20 if facts[2] * facts[3] > 1 << 27 else 40
-        done.append(time_launch(launches[case], sets) if case in launches else time_decode(facts, m))
+        done.append(time_launches(launches[case], sets) if case in launches else time_decode(facts, m))
     return done
 
 
@@ -178,35 +181,48 @@ def table(args: argparse.Namespace) -> None:
         args.json.write_text(json.dumps(rows, indent=1))
 
 
+def quickest(kind: str, dtype: str, block: int, kernels: dict[str, range], sizes: tuple[int, ...]) -> dict[int, str]:
+    """The quickest kernel by M at 14336 x 4096, of those with the M that each is tried for."""
+    tried = [(m, kernel) for m in sizes for kernel, limits in kernels.items() if m in limits]
+    times = time_ours([(kind, dtype, 14336, 4096, block, m, kernel) for m, kernel in tried])
+    us = dict(zip(tried, times, strict=True))
+    best = {m: min((value, kernel) for (rows, kernel), value in us.items() if rows == m)[1] for m in sizes}
+    for m in sizes:
+        print(
+            kind, dtype, m, {kernel: round(us[m, kernel], 1) for rows, kernel in us if rows == m}, best[m], flush=True
+        )
+    return best
+
+
 def thresholds() -> None:
     """Time each kernel at 14336 x 4096 and write the most rows for which it is the quickest."""
     from lut4tool.kernels.cuda import gemv_float, gemv_half
 
-    most: dict[str, dict[str, int]] = {}
-    for dtype, sizes in CROSSINGS.items():
-        half = dtype != "float32"
-        limits = {"gemv": gemv_half.MOST_ROWS if half else gemv_float.MOST_ROWS, "tile": 256}
-        cases = [
-            ("lookup4", dtype, 14336, 4096, 64, m, kernel)
-            for m in sizes
-            for kernel in ("gemv", "tile", "decode")
-            if m <= limits.get(kernel, m) and (kernel != "decode" or (half and m >= 64))
-        ]
-        us = {(case[5], case[6]): value for case, value in zip(cases, time_ours(cases), strict=True)}
-        best = {m: min((value, kernel) for (rows, kernel), value in us.items() if rows == m)[1] for m in sizes}
-        for m in sizes:
-            print(dtype, m, {kernel: round(value, 1) for (rows, kernel), value in us.items() if rows == m}, best[m])
-        most["half" if half else "float32"] = {
-            kernel: max((m for m in sizes if best[m] == kernel), default=0) for kernel in ("gemv", "tile")
-        }
-    half, float32 = most["half"], most["float32"]
+    tiles = {"narrow": range(1, 257), "wide": range(17, 1 << 20)}
+    halves = {"gemv": range(1, gemv_half.MOST_ROWS + 1), **tiles, "decode": range(128, 1 << 20)}
+    half = quickest("lookup4", "bfloat16", 64, halves, CROSSINGS["bfloat16"])
+    older = quickest("lookup4", "bfloat16", 64, {"narrow": range(1, 257), "decode": range(128, 257)}, (64, 128, 256))
+    qmm = quickest("qmm", "bfloat16", 32, tiles, (16, 32, 64, 128, 256))
+    floats = {"gemv": range(1, gemv_float.MOST_ROWS + 1), "tile": range(1, 1 << 20)}
+    float32 = quickest("lookup4", "float32", 64, floats, CROSSINGS["float32"])
+
+    def most(best: dict[int, str], *kernels: str) -> int:
+        return max((m for m in best if best[m] in kernels), default=0)
+
+    tile = most(half, "gemv", "narrow", "wide")
+    found = {
+        "half": {
+            "gemv": most(half, "gemv"), "narrow": most(half, "narrow"), "narrow_qmm": most(qmm, "narrow"),
+            "tile": tile if tile < max(half) else "1 << 62", "older": most(older, "narrow"),
+        },
+        "float32": {"gemv": most(float32, "gemv"), "tile": "1 << 62"},
+    }  # fmt: skip
     text = THRESHOLDS.read_text()
-    text = text[: text.index("MOST_ROWS")] + (
-        "MOST_ROWS = {\n"
-        f'    "half": {{"gemv": {half["gemv"]}, "tile": {half["tile"]}}},\n'
-        f'    "float32": {{"gemv": {float32["gemv"]}, "tile": 1 << 62}},\n'
-        "}\n"
-    )
+    text = text[: text.index("MOST_ROWS")] + "MOST_ROWS = {\n"
+    for name, kernels in found.items():
+        facts = ", ".join(f'"{kernel}": {rows}' for kernel, rows in kernels.items())
+        text += f'    "{name}": {{{facts}}},\n'
+    text += "}\n"
     THRESHOLDS.write_text(text)
     print(text)
 

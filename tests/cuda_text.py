@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from lut4tool.formats import NF4, Lookup4Weight
-from lut4tool.kernels.cuda import decode, gemv_float, gemv_half, general, tile_float, tile_half, weights
+from lut4tool.kernels.cuda import decode, gemv_float, gemv_half, general, tile_float, tile_half, weights, wide_half
 from lut4tool.kernels.cuda.program import CUDA_TYPE, Program
 
 # What MLX puts in front, as far as the texts use it.
@@ -63,7 +63,10 @@ def _programs() -> Iterator[tuple[str, Program]]:
                 yield f"gemv {half} {kind} {m}", gemv_half.program(half, given, m)
             for columns in (16, 64, 128):
                 yield f"tile {half} {kind} {columns}", tile_half.program(half, given, columns, 1)[0]
+            for columns, parts in ((64, 2), (256, 1)):
+                yield f"wide {half} {kind} {columns}", wide_half.program(half, given, columns, parts)
             yield f"decode {half} {kind}", decode.program(given, half)
+        yield f"arrange x {half}", wide_half.arrange(half, 64)
     for kind, given, rounding in (
         ("lookup", lookup_4, "float32"),
         ("rounded", lookup_4, "bfloat16"),

@@ -508,7 +508,7 @@ def test_refusals() -> None:
 
 def test_the_kernel_follows_the_rows_of_x(monkeypatch: Any) -> None:
     monkeypatch.setattr(cuda, "hopper", lambda: False)
-    assert [cuda.pick("bfloat16", m, 14336) for m in (1, 8, 9, 128, 129)] == ["gemv", "gemv", "tile", "tile", "decode"]
+    assert [cuda.pick("bfloat16", m, 14336) for m in (1, 8, 9, 256, 257)] == ["gemv", "gemv", "tile", "tile", "decode"]
     assert [cuda.pick("float32", m, 14336) for m in (1, 4, 5, 4096)] == ["gemv", "gemv", "tile", "tile"]
     assert [cuda.pick("float16", m, 1024) for m in (512, 4096)] == ["tile", "decode"]
     monkeypatch.setattr(cuda, "hopper", lambda: True)

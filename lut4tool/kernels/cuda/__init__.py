@@ -1,8 +1,8 @@
 """The CUDA kernels: products with 4-bit weights on an NVIDIA GPU, through mx.fast.cuda_kernel.
 
 A weight is put into the kernels' own order once (weights.py). A few rows of x go to a GEMV, more to a tile that decodes
-into registers, many halves to a decode of the whole weight and MLX's product; shapes that the order does not hold go to
-`general`. float32 is within 2^-21 * sum |x||w| of exact; halves are multiplied as rounded by the
+into registers, many halves, but on Hopper, to a decode of the whole weight and MLX's product; shapes that the order
+does not hold go to `general`. float32 is within 2^-21 * sum |x||w| of exact; halves are multiplied as rounded by the
 weight's own rule, summed in float32 and rounded once.
 """
 
@@ -13,7 +13,7 @@ import mlx.core as mx
 from lut4tool.formats import Lookup4Weight, QmmWeight
 from lut4tool.kernels import reference
 from lut4tool.kernels.cuda import decode, gemv_float, gemv_half, general, tile_float, tile_half
-from lut4tool.kernels.cuda.program import multiprocessors
+from lut4tool.kernels.cuda.program import hopper, multiprocessors
 from lut4tool.kernels.cuda.thresholds import MOST_ROWS
 from lut4tool.kernels.cuda.weights import CHUNK, Weight, arranged, drop, irregular
 from lut4tool.kernels.decoded import dense_of
@@ -48,7 +48,9 @@ def probe(weight: Weight, dtype: str) -> None:
     if (*facts, shape) in _WORKED:
         return
     try:
-        for m in (1, MOST_ROWS["float32" if dtype == "float32" else "half"]["gemv"] + 1):
+        half = dtype != "float32"
+        most = MOST_ROWS["half" if half else "float32"]
+        for m in (1, most["gemv"] + 1, *([most["narrow_qmm"] + 1] if half and hopper() else [])):
             mx.eval(_product(mx.zeros((m, shape[0]), getattr(mx, dtype)), weight, shape[1], None))
     except RuntimeError:
         drop(weight)  # what serves instead has its own form of it
@@ -115,7 +117,8 @@ def pick(dtype: str, m: int, n: int) -> str:
     if m <= most["gemv"]:
         return "gemv"
     many = -(-m // 128) * -(-n // 128) >= multiprocessors()
-    return "decode" if m > most["tile"] and many else "tile"
+    tile = most["tile"] if dtype == "float32" or hopper() else most["older"]
+    return "decode" if m > tile and many else "tile"
 
 
 def _dense_product(x: mx.array, weight: Weight, dtype: str) -> mx.array:

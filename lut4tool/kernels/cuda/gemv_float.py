@@ -58,6 +58,17 @@ BODY = r"""
     }
     ring.end_of_fill();
   };
+  // What each lane has of the tile before, and where its sum goes: the lanes are added amid the products of the next
+  // tile, which hide how long that takes.
+  float before[ROWS * M] = {};
+  float* to_add = nullptr;
+  bool again = false;
+  auto add_before = [&]() __attribute__((always_inline)) {
+    int index = 0;
+    add_lanes<ROWS * M, 16>(before, lane, index);
+    if (to_add != nullptr && (lane & (32 / (ROWS * M) - 1)) == 0)
+      to_add[index] = !ONCE && again ? to_add[index] + before[0] : before[0];
+  };
   auto multiply = [&](unsigned from, int slot, int tile, bool add) __attribute__((always_inline)) {
     float v[ROWS * M];
     uint4 codes_of[ROWS];
@@ -69,6 +80,7 @@ BODY = r"""
     }
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
+      if (r == 1) add_before();
       const int row = min(tile * TILE + warp / SLICES * ROWS + r, N - 1), c = min(chunk, chunks - 1);
 #if SPAN
       const float* along = scales + ((long long)(row / SPAN) * chunks + c) * 128 + 2 * t;
@@ -112,12 +124,10 @@ BODY = r"""
     if (RAGGED && chunk >= chunks)                   // what lies in the ring there is of no tile
 #pragma unroll
       for (int i = 0; i < ROWS * M; ++i) v[i] = 0.f;
-    int index = 0;
-    add_lanes<ROWS * M, 16>(v, lane, index);
-    if ((lane & (32 / (ROWS * M) - 1)) == 0) {
-      float* out = sums + ((slot * WARPS + warp) * ROWS * M + index);
-      *out = add ? *out + v[0] : v[0];
-    }
+    to_add = sums + (slot * WARPS + warp) * ROWS * M;
+    again = add;
+#pragma unroll
+    for (int i = 0; i < ROWS * M; ++i) before[i] = v[i];
   };
   auto load_x = [&]() {                              // lanes past the last chunk take zeros
 #pragma unroll
@@ -152,6 +162,8 @@ BODY = r"""
         multiply(start + slice * 8 < chunks ? ring.next() : to, i, first + i * grid, start > 0);
       }
     }
+    add_before();
+    to_add = nullptr;
     __syncthreads();
     for (int o = tid; o < count * TILE * M; o += THREADS) {
       const int i = o / (TILE * M), rest = o % (TILE * M), m = rest / TILE, r = rest % TILE;
@@ -194,7 +206,8 @@ def program(weight: DeviceWeight, m: int, dtype: str) -> tuple[Program, int]:
     constants = {
         "AFFINE": int(weight.affine), "SPAN": weight.span, "GROUPS": weight.groups, "M": m, "ROWS": rows,
         "FOLD": int(weight.fold and not rounding and not weight.span), "SLICES": slices, "TILE": tile, "WARPS": warps,
-        "SLOTS": slots, "STAGES": STAGES, "RAGGED": int(weight.chunks % (slices * 8) > 0), "ROUNDING": rounding,
+        "SLOTS": slots, "STAGES": STAGES, "ONCE": int(passes == 1), "RAGGED": int(weight.chunks % (slices * 8) > 0),
+        "ROUNDING": rounding,
     }  # fmt: skip
     kernel = Program(
         "gemv_float",

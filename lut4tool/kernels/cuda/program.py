@@ -370,3 +370,9 @@ def multiprocessors() -> int:
         if key in info:
             return int(info[key])
     return 132
+
+
+@cache
+def hopper() -> bool:
+    """Whether the GPU has wgmma and the copy engine: compute capability 9.0."""
+    return mx.device_info().get("compute_capability_major") == 9
