@@ -36,6 +36,8 @@ __all__ = ["Node", "Plan", "RunError", "Unsupported", "plan"]
 
 #: Nodes that functions may bring in when they are inlined: some that call each other twice would have billions.
 INLINED = 1 << 16
+#: Attributes of one node that are read.
+ATTRIBUTES = 1000
 #: So many of a function's names and imports count as one node.
 _PARTS = 16
 #: Bytes that constants computed while planning take, at most, over WIDENED times the model's own.
@@ -271,8 +273,11 @@ class _Planner:
             name = self.name(node, body.scope)
             inputs = [self.input(wanted, name, body.scope, later) for wanted in node.input]
             domain = _domain(node.domain)
-            attributes = self.attributes(node, name, body)
-            self.node(Site(node, name, domain, body.versions.get(domain, 1), attributes, inputs, body))
+            if len(node.attribute) > ATTRIBUTES:
+                self.problem(f"node '{name}' has {len(node.attribute)} attributes; at most {ATTRIBUTES} are read")
+            else:
+                attributes = self.attributes(node, name, body)
+                self.node(Site(node, name, domain, body.versions.get(domain, 1), attributes, inputs, body))
             for output in filter(None, node.output):  # after a problem: the nodes that follow are looked at too
                 body.scope.values.setdefault(output, Value(unknown=True))
 
