@@ -20,7 +20,17 @@ from onnx import TensorProto, checker, helper, numpy_helper, version_converter
 from lut4tool.encode import ProduceError, encode, load_codebook
 from lut4tool.formats import DTYPE_NAME, ONNX_DTYPE, Lookup4Weight
 from lut4tool.rewrite.save import check_target, save
-from lut4tool.storage import Tensors, abridged, external_tensors, location, nbytes, read_model, size_text, subgraphs
+from lut4tool.storage import (
+    PLAIN,
+    Tensors,
+    abridged,
+    external_tensors,
+    location,
+    nbytes,
+    read_model,
+    size_text,
+    subgraphs,
+)
 
 #: The chain needs opset 13: Unsqueeze takes its axes as an input, and MatMul and Cast know bfloat16.
 LEAST_OPSET = 13
@@ -224,6 +234,8 @@ class _Finder:
                 if weight.anchor is None:
                     weight.anchor = _index_in(weight.scope, scope, index)
         for attribute in node.attribute:
+            if attribute.type in PLAIN:
+                continue
             for graph in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
                 where = abridged(f"{scope.where}{node.name or f'{node.op_type}:{_output(node)}'}/{attribute.name}/")
                 self._walk(_Scope(graph, where, scope.opset, scope.inline, scope, index))

@@ -37,8 +37,8 @@ PROTO_LIMIT = (1 << 31) - 1
 #: Types that share bytes in raw data: TensorProto name -> bits an element.
 _SUB_BYTE = {"UINT4": 4, "INT4": 4, "FLOAT4E2M1": 4, "UINT2": 2, "INT2": 2, "FLOAT6E2M3": 6, "FLOAT6E3M2": 6}
 
-#: Types of attributes that hold no tensor.
-_PLAIN = frozenset(
+#: Types of attributes that hold no tensor and no graph; what is there in spite of its type, nobody reads.
+PLAIN = frozenset(
     {
         AttributeProto.INT,
         AttributeProto.FLOAT,
@@ -129,7 +129,7 @@ def _names(model: onnx.ModelProto) -> Iterator[Iterable[str | bytes]]:
         for node in body.node:
             yield (node.op_type, node.name, node.domain, node.overload, *node.input, *node.output)
             yield (text for attribute in node.attribute for text in (attribute.name, attribute.ref_attr_name))
-            tensors += [attribute.t for attribute in node.attribute if attribute.HasField("t")]
+            tensors += [a.t for a in node.attribute if a.type not in PLAIN and a.HasField("t")]
             bodies += subgraphs(node)
         if isinstance(body, onnx.GraphProto):
             yield (value.name for value in (*body.input, *body.output))
@@ -139,9 +139,11 @@ def _names(model: onnx.ModelProto) -> Iterator[Iterable[str | bytes]]:
 
 
 def subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    """The graphs among a node's attributes, whatever type an attribute says it has."""
+    """The graphs among a node's attributes."""
     found: list[onnx.GraphProto] = []
     for attribute in node.attribute:
+        if attribute.type in PLAIN:
+            continue
         if attribute.HasField("g"):  # reading a field that is not there makes one
             found.append(attribute.g)
         found += attribute.graphs
@@ -190,7 +192,7 @@ def external_tensors(model: onnx.ModelProto) -> list[onnx.TensorProto]:
         for node in body.node:
             bodies += subgraphs(node)
             for attribute in node.attribute:
-                if attribute.type in _PLAIN:
+                if attribute.type in PLAIN:
                     continue
                 holds = attribute.HasField
                 tensors += (*([attribute.t] if holds("t") else ()), *attribute.tensors)

@@ -232,6 +232,48 @@ def many_inputs() -> onnx.ModelProto:
     return model([helper.make_node("Sum", ["x"] * 50_000, ["y"])])
 
 
+@case
+def many_inputs_of_the_graph() -> onnx.ModelProto:
+    return model([helper.make_node("Relu", ["x"], ["y"])], inputs=["x", *(f"x{index}" for index in range(20_000))])
+
+
+def calls(nodes: Sequence[onnx.NodeProto], count: int, name: str = "") -> onnx.ModelProto:
+    """A function of a to b, called `count` times."""
+    function = helper.make_function("d", "f", ["a"], ["b"], nodes, [helper.make_opsetid("", 17)])
+    made = [
+        helper.make_node("f", ["x"], ["y" if index == 0 else f"y{index}"], name, domain="d") for index in range(count)
+    ]
+    return model(made, functions=[function], domains=["d"])
+
+
+@case
+def a_name_of_a_megabyte_before_thousands() -> onnx.ModelProto:
+    nodes = [helper.make_node("Relu", ["a"], [f"b{index}"]) for index in range(3000)]
+    return calls([*nodes, helper.make_node("Relu", ["a"], ["b"])], 1, "n" * (1 << 20))
+
+
+@case
+def branches_in_a_name_of_a_megabyte() -> onnx.ModelProto:
+    product = helper.make_node("MatMul", ["x", "w"], ["o"])
+    branch = helper.make_graph([product], "b", [], [value("o")])
+    inner = [
+        helper.make_node("If", ["c"], [f"o{index}"], then_branch=branch, else_branch=branch) for index in range(1500)
+    ]
+    outer = helper.make_graph(inner, "g", [], [value("o0")])
+    node = helper.make_node("If", ["c"], ["y"], "n" * (1 << 20), then_branch=outer, else_branch=identity())
+    nibble = helper.make_node("Mod", ["x", "x"], ["m"])  # so that it is walked
+    made = model([nibble, node], [tensor([6, 64], raw=bytes(1536))])
+    made.graph.input.append(value("c", [], TensorProto.BOOL))
+    return made
+
+
+@case
+def a_large_constant_in_a_function_that_is_called_often() -> onnx.ModelProto:
+    large = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[1 << 18, 6], float_data=[1.0] * (6 << 18))
+    constant = helper.make_node("Constant", [], ["c"], value=large)
+    return calls([constant, helper.make_node("Shape", ["c"], ["s"]), helper.make_node("Identity", ["a"], ["b"])], 500)
+
+
 def doubling(name: str, formals: Sequence[str], depth: int) -> list[onnx.FunctionProto]:
     """Functions that call the one before twice, down to `name`: 2^depth nodes."""
     imports = [helper.make_opsetid("", 17), helper.make_opsetid("d", 1)]

@@ -15,7 +15,7 @@ from lut4tool.errors import Lut4Error
 from lut4tool.formats import DOMAIN, ONNX_DTYPE, VERSION
 from lut4tool.recognize.layout import Laid
 from lut4tool.recognize.proof import Proof, Step
-from lut4tool.storage import subgraphs
+from lut4tool.storage import PLAIN, subgraphs
 
 #: The first IR version that knows model-local functions.
 _FUNCTIONS_IR = 8
@@ -182,6 +182,8 @@ def _scope_of(owner: Any, parent: _Scope | None = None) -> _Scope:
     for index, node in enumerate(scope.nodes):
         scope.use(node.input)
         for position, attribute in enumerate(node.attribute):
+            if attribute.type in PLAIN:
+                continue
             if attribute.HasField("g"):
                 scope.children[index, position] = _scope_of(attribute.g, scope)
             for place, graph in enumerate(attribute.graphs):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import zipfile
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hostile import CASES, COMMANDS, LIMIT
+from hostile import CASES, COMMANDS, LIMIT, product, run, tensor
 from onnx import TensorProto
 
 from build import build
@@ -158,7 +160,7 @@ SENTENCES = {
     ("cycle", "run"): "has a cycle",
     ("a_name_twice", "run"): "defined twice",
     ("graphs_ten_thousand_deep", "inspect"): "not an ONNX model",
-    ("100,000 attributes", "run"): "no further after 500 reasons",
+    ("100,000 attributes", "run"): "has 100000 attributes; at most 1000 are read",
     ("functions_that_call_two", "run"): "more than 65536 nodes",
     ("a_function_that_calls_itself", "run"): "calls itself",
     ("a_name_that_is_not_utf_8", "rewrite"): "is not UTF-8",
@@ -180,6 +182,49 @@ def test_a_large_hostile_model(tmp_path: Path, name: str) -> None:
     for answer in ask(tmp_path, [name]).values():
         check(name, answer)
         assert answer["peak"] < 3 * PEAK
+
+
+# Places
+
+#: What stands where a file is expected; PIPE and the like are made in the folder.
+ODD = ["pipe", "socket", "circle", "folder", "missing/file", "/dev/zero"]
+LINES = {
+    "inspect": ["inspect", "ODD"],
+    "rewrite": ["rewrite", "ODD", "out.onnx", "--force"],
+    "rewrite to it": ["rewrite", "in.onnx", "ODD", "--force"],
+    "report": ["rewrite", "in.onnx", "out.onnx", "--force", "--report", "ODD.json"],
+    "run": ["run", "ODD", "--random"],
+    "inputs": ["run", "in.onnx", "--inputs", "ODD"],
+    "an input": ["run", "in.onnx", "-i", "x=ODD.npy"],
+    "outputs": ["run", "in.onnx", "--random", "--outputs", "ODD.npz"],
+    "expected": ["run", "in.onnx", "--random", "--expected", "ODD"],
+    "trace": ["run", "in.onnx", "--random", "--profile", "ODD.json"],
+    "quantize": ["quantize", "ODD", "out.onnx", "--force"],
+    "quantize to it": ["quantize", "float.onnx", "ODD", "--force"],
+    "codebook": ["quantize", "float.onnx", "out.onnx", "--force", "--codebook", "ODD"],
+    "expand": ["expand", "ODD", "out.onnx", "--force"],
+    "bench": ["bench", "ODD", "--seconds", "0.01"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("title", LINES)
+def test_a_place_that_is_no_file_is_refused_in_words(
+    title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    onnx.save(build().model, "in.onnx")
+    onnx.save(product(tensor([6, 64], raw=np.ones(384, np.float32).tobytes())), "float.onnx")
+    Path("folder").mkdir()
+    for suffix in ("", ".json", ".npz", ".npy"):
+        os.mkfifo(f"pipe{suffix}")
+        Path(f"circle{suffix}").symlink_to(f"circle{suffix}")
+        socket.socket(socket.AF_UNIX).bind(f"socket{suffix}")
+    before = sorted(path.name for path in Path().iterdir())
+    for odd in ODD:
+        answer = run([word.replace("ODD", odd) for word in LINES[title]])
+        check(f"{title} {odd}", answer)
+        assert answer["status"] == 1 or odd == "circle", (odd, answer)  # a link that leads nowhere may be replaced
+    assert sorted(path.name for path in Path().iterdir()) == before
 
 
 # Inputs in files
