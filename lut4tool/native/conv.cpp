@@ -77,6 +77,10 @@ LUT4TOOL_CLONES void tangents(float *v, size_t count) {
     for (size_t i = 0; i < count; ++i) v[i] = hyperbolic_tangent(v[i]);
 }
 
+LUT4TOOL_CLONES void error_functions(float *v, size_t count) {
+    for (size_t i = 0; i < count; ++i) v[i] = error_function(v[i]);
+}
+
 LUT4TOOL_CLONES void add(float *v, const float *by, size_t count) {
     for (size_t i = 0; i < count; ++i) v[i] += by[i];
 }
@@ -100,6 +104,7 @@ void run_segment(const Stages &stages, size_t done, const std::vector<Operand> &
             case Stage::leaky: leaky(v, count, stage.a); break;
             case Stage::sigmoid: sigmoids(v, count); break;
             case Stage::tanh: tangents(v, count); break;
+            case Stage::erf: error_functions(v, count); break;
             case Stage::save: std::copy_n(v, count, saved); break;
             case Stage::add_saved: add(v, saved, count); break;
             case Stage::mul_saved: multiply_by(v, saved, count); break;

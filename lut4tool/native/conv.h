@@ -26,6 +26,7 @@ struct Stage {
         leaky,           // v < 0 ? a * v : v
         sigmoid,
         tanh,
+        erf,
         save,            // v is remembered
         add_saved,       // v + what was remembered
         mul_saved,

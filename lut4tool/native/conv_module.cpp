@@ -40,8 +40,9 @@ struct Program {
     void add(const std::string &name, float a, float b, const std::optional<Vector> &scale,
              const std::optional<Vector> &shift) {
         static const char *const names[] = {"affine",    "channel_affine", "point_affine", "clip",
-                                            "leaky",     "sigmoid",        "tanh",         "save",
-                                            "add_saved", "mul_saved",      "add_operand",  "mul_operand"};
+                                            "leaky",     "sigmoid",        "tanh",         "erf",
+                                            "save",      "add_saved",      "mul_saved",    "add_operand",
+                                            "mul_operand"};
         std::size_t kind = 0;
         while (kind < std::size(names) && name != names[kind]) ++kind;
         check(kind < std::size(names), "there is no such stage");

@@ -66,10 +66,15 @@ unsigned code_of(const Packed4 &weight, size_t flat) {
 std::vector<float> in_chunks(const Packed4 &weight, const float *x) {
     const size_t lanes = chosen->lanes, chunk = 2 * lanes, depth = weight.depth();
     std::vector<float> packed((depth + chunk - 1) / chunk * chunk);
-    for (size_t k = 0; k < depth; ++k) {
-        const bool second = (k % 2 != 0) != weight.high_nibble_first;
-        packed[k / chunk * chunk + second * lanes + k % chunk / 2] = x[k];
+    const bool low = weight.high_nibble_first;  // which of two elements is in a low nibble
+    size_t k = 0;
+    for (; k + chunk <= depth; k += chunk) {
+        for (size_t i = 0; i < lanes; ++i) {
+            packed[k + i] = x[k + 2 * i + low];
+            packed[k + lanes + i] = x[k + 2 * i + !low];
+        }
     }
+    for (size_t i = 0; k + i < depth; ++i) packed[k + (i % 2 != low) * lanes + i / 2] = x[k + i];
     return packed;
 }
 
@@ -206,33 +211,6 @@ ProductKernel multiply(const Packed4 &weight, const float *x, size_t M, float *y
 void multiply_panels(const float *x, size_t stride, size_t rows, const float *panels, size_t count, size_t depth,
                      const float *bias, float *out, size_t out_stride) {
     chosen->panels(x, stride, rows, panels, count, depth, bias, out, out_stride);
-}
-
-void multiply_prepared(const float *x, size_t rows, const float *panels, size_t N, size_t depth, const float *bias,
-                       float *out, unsigned threads) {
-    constexpr size_t WORTH = size_t(1) << 21, GROUP = 4, PIECES = 4;  // multiplications; panels; pieces a thread
-    const size_t whole = N / PANEL_COLUMNS, count = (N + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
-    const bool alone = threads == 1 || rows * N * depth < WORTH;
-    const size_t groups = (count + GROUP - 1) / GROUP;
-    const size_t across = alone ? 1 : std::min<size_t>(groups, PIECES * threads);
-    const size_t down = alone ? 1 : std::max<size_t>(1, std::min<size_t>(rows / 12, PIECES * threads / across));
-    parallel(across * down, alone ? 1 : threads, [&](size_t piece) {
-        const size_t first = groups * (piece % across) / across * GROUP;
-        const size_t last = std::min(count, groups * (piece % across + 1) / across * GROUP);
-        const size_t row = rows * (piece / across) / down, some = rows * (piece / across + 1) / down - row;
-        const float *left = x + row * depth;
-        const auto multiply = [&](size_t panel, size_t end, float *target, size_t stride) {
-            chosen->panels(left, depth, some, panels + panel * depth * PANEL_COLUMNS, end - panel, depth,
-                           bias ? bias + panel * PANEL_COLUMNS : nullptr, target, stride);
-        };
-        if (first < std::min(last, whole)) multiply(first, std::min(last, whole), out + row * N + first * PANEL_COLUMNS, N);
-        if (last <= whole) return;
-        thread_local std::vector<float> edge;  // the last panel, which is wider than what is left of a row
-        edge.resize(std::max(edge.size(), some * PANEL_COLUMNS));
-        multiply(whole, count, edge.data(), PANEL_COLUMNS);
-        for (size_t r = 0; r < some; ++r)
-            std::copy_n(&edge[r * PANEL_COLUMNS], N - whole * PANEL_COLUMNS, out + (row + r) * N + whole * PANEL_COLUMNS);
-    });
 }
 
 const char *product_instruction_set() { return chosen->name; }

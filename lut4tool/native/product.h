@@ -54,11 +54,6 @@ constexpr std::size_t PANEL_COLUMNS = 16;
 void multiply_panels(const float *x, std::size_t stride, std::size_t rows, const float *panels, std::size_t count,
                      std::size_t depth, const float *bias, float *out, std::size_t out_stride);
 
-// out [rows, N] = x [rows, depth] times panels that N is padded to, plus bias padded alike; by several threads where that
-// pays.
-void multiply_prepared(const float *x, std::size_t rows, const float *panels, std::size_t N, std::size_t depth,
-                       const float *bias, float *out, unsigned threads);
-
 // "amx", "avx512", "avx2", "neon" or "portable"; the second is false where this machine lacks it.
 const char *product_instruction_set();
 bool use_product_instruction_set(const char *name);

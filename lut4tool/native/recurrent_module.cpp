@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "curves.h"
+#include "panels.h"
 #include "product.h"
 #include "recurrent.h"
 
@@ -175,15 +176,28 @@ void quantize_linear(const Vector &x, float scale, float zero, float low, float 
 }
 
 // out [M, N] = x [M, K] times panels [ceil(N / 16), K, 16] plus bias [ceil(N / 16) * 16].
-void multiply_floats(const Array<const float, 2> &x, const Vector &panels, const std::optional<Vector> &bias,
-              const Array<float, 2> &out, unsigned threads) {
+void multiply_any(const Array<const float, 2> &x, PreparedWeight panels, std::size_t size, const std::optional<Vector> &bias,
+                  const Array<float, 2> &out, unsigned threads) {
     const std::size_t rows = x.shape(0), depth = x.shape(1), N = out.shape(1), padded = (N + UNITS - 1) / UNITS * UNITS;
     check(rows > 0 && depth > 0 && N > 0 && out.shape(0) == rows, "the result does not fit");
-    check(panels.size() == padded * depth && (!bias || bias->size() == padded), "panels or bias do not fit");
-    const float *input = x.data(), *weights = panels.data(), *offset = bias ? bias->data() : nullptr;
+    check(size == padded * depth && (!bias || bias->size() == padded), "panels or bias do not fit");
+    const float *input = x.data(), *offset = bias ? bias->data() : nullptr;
     float *target = out.data();
     nb::gil_scoped_release release;
-    multiply_prepared(input, rows, weights, N, depth, offset, target, threads);
+    multiply_prepared(input, rows, panels, N, depth, offset, target, threads);
+}
+
+void multiply_floats(const Array<const float, 2> &x, const Vector &panels, const std::optional<Vector> &bias,
+                     const Array<float, 2> &out, unsigned threads) {
+    multiply_any(x, {panels.data(), nullptr, nullptr, nullptr}, panels.size(), bias, out, threads);
+}
+
+void multiply_widened(const Array<const float, 2> &x, const Array<const std::int8_t, 1> &panels, const Vector &zeros,
+                      const Vector &factors, const std::optional<Vector> &bias, const Array<float, 2> &out,
+                      unsigned threads) {
+    const std::size_t padded = (out.shape(1) + UNITS - 1) / UNITS * UNITS;
+    check(zeros.size() == padded && factors.size() == padded, "zeros or factors do not fit");
+    multiply_any(x, {nullptr, panels.data(), zeros.data(), factors.data()}, panels.size(), bias, out, threads);
 }
 
 Curve curve_named(const std::string &name) {
@@ -246,6 +260,9 @@ void add_recurrent(nb::module_ &m) {
           nb::arg("backward"), nb::arg("threads"));
     m.def("multiply_panels", &multiply_floats, nb::arg("x").noconvert(), nb::arg("panels").noconvert(),
           nb::arg("bias").noconvert().none(), nb::arg("out").noconvert(), nb::arg("threads"));
+    m.def("multiply_byte_panels", &multiply_widened, nb::arg("x").noconvert(), nb::arg("panels").noconvert(),
+          nb::arg("zeros").noconvert(), nb::arg("factors").noconvert(), nb::arg("bias").noconvert().none(),
+          nb::arg("out").noconvert(), nb::arg("threads"));
     m.def("packed_depth", &packed_depth);
     m.def("byte_instruction_set", &byte_instruction_set);
     m.def("use_byte_instruction_set", [](const std::string &name) {

@@ -62,17 +62,15 @@ class Chain:
 
     def view(self, shape: tuple[int, ...], operands: Sequence[np.ndarray]) -> tuple[int, int, int] | None:
         """A value of this shape as [N, channels, points] for the stages; None where they do not fit."""
-        rank, planar = len(shape), False
+        rank = len(shape)
         if not (self._agree and self._least <= rank <= self._most):
             return None
-        for operand in operands:
-            if operand.shape != shape:
-                planar = rank > 2 and operand.shape == (*shape[:2], *[1] * (rank - 2))
-                if not planar or self._points:
-                    return None
-        if self._points:
-            return (1, prod(shape[:-1]), shape[-1]) if shape[-1] == self._points and not self._channels else None
-        if not self._channels and not planar:
+        others = {operand.shape for operand in operands} - {shape}
+        if not self._channels and (self._points or others) and rank and others <= {(*shape[:-1], 1)}:
+            return (1, prod(shape[:-1]), shape[-1]) if self._points in (0, shape[-1]) else None
+        if self._points or (others and (rank < 3 or others != {(*shape[:2], *[1] * (rank - 2))})):
+            return None
+        if not self._channels and not others:
             return 1, 1, prod(shape)
         if self._channels not in (0, shape[1]):
             return None
@@ -355,6 +353,7 @@ _MAKERS: dict[str, Callable[[Mapping[str, Any], list[Any]], _Made | None]] = {
     "Relu": _unary(Stage("clip", 0.0, inf)),
     "Sigmoid": _unary(Stage("sigmoid")),
     "Tanh": _unary(Stage("tanh")),
+    "Erf": _unary(Stage("erf")),
     "Neg": _unary(Stage("affine", -1.0, -0.0)),
     "HardSwish": _unary(Stage("save"), Stage("affine", 1 / 6, 0.5), Stage("clip", 0, 1), Stage("mul_saved")),
     "LeakyRelu": _leaky,

@@ -7,8 +7,10 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from onnx import TensorProto
 
 from lut4tool.runtime.dtypes import numpy_dtype
+from lut4tool.runtime.quantized import Quantized
 from lut4tool.runtime.scope import Constant, Site
 
 #: A step whose constant inputs, and whose results, have at most this many elements is run once, while planning.
@@ -23,16 +25,37 @@ _WIDENING = ("Cast", "DequantizeLinear", "Mul", "Sub", "Add", "Transpose")
 _MOVING = ("Concat", "Reshape", "Slice", "Squeeze", "Unsqueeze")
 
 
-def quantized(site: Site, constants: Sequence[Constant]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
-    """What DequantizeLinear makes a matrix of: bytes [K, N], scale and zero point, one for all or one a column."""
-    if (site.domain, site.node.op_type) != ("", "DequantizeLinear") or site.attributes.get("block_size"):
+def quantized(site: Site, constants: Sequence[Constant]) -> Quantized | None:
+    """The float32 matrix that DequantizeLinear, or Cast and then Mul, makes of constant bytes; None for other nodes."""
+    kind = site.node.op_type if site.domain == "" and len(site.outputs) == 1 else ""
+    if kind == "Mul" and len(constants) == 2:
+        for bytes_, scale in (constants, constants[::-1]):
+            plain = bytes_.quantized is not None and bytes_.quantized.scale is None and bytes_.quantized.zero is None
+            if bytes_.quantized is not None and plain and scale.quantized is None:
+                return _scaled(bytes_.quantized.matrix, scale.value)
+        return None
+    if kind not in ("Cast", "DequantizeLinear") or any(constant.quantized for constant in constants):
         return None
     values: list[Any] = [constant.value for constant in constants]
-    matrix, scale, zero = (*values, None)[:3]
-    if matrix.ndim != 2 or matrix.dtype.name not in ("int8", "uint8") or scale.dtype != np.float32:
+    matrix, scale, zero = (*values, None, None)[:3]
+    if not isinstance(matrix, np.ndarray) or matrix.ndim != 2 or matrix.dtype not in (np.int8, np.uint8):
         return None
-    columns = scale.ndim == 1 and site.attributes.get("axis", 1) in (1, -1) and scale.size == matrix.shape[1]
-    return (matrix, scale, zero) if columns or scale.size == 1 else None
+    if kind == "Cast":
+        return Quantized(matrix) if site.attributes.get("to") == TensorProto.FLOAT else None
+    axis, fits = site.attributes.get("axis", 1), zero is None or zero.shape == scale.shape
+    if site.attributes.get("block_size") or site.attributes.get("output_dtype", 0) not in (0, TensorProto.FLOAT):
+        return None
+    if scale.ndim > 1 or not -2 <= axis < 2 or not fits:
+        return None
+    shape = (1, -1) if axis % 2 else (-1, 1)
+    return _scaled(matrix, scale.reshape(shape), None if zero is None else zero.reshape(shape))
+
+
+def _scaled(matrix: np.ndarray, scale: np.ndarray, zero: np.ndarray | None = None) -> Quantized | None:
+    """The matrix where its scale is float32 and one number, one a column or one a row."""
+    (rows, columns), shape = matrix.shape, (1,) * (2 - scale.ndim) + scale.shape
+    fits = scale.dtype == np.float32 and shape in ((1, 1), (1, columns), (rows, 1))
+    return Quantized(matrix, scale.reshape(shape), zero) if fits else None
 
 
 def widens(site: Site, constants: Sequence[Constant]) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -208,7 +209,8 @@ class FusedConv:
         if fits is None:
             if len(self._fits) >= REMEMBERED:
                 self._fits.clear()
-            fits = not chain.points and chain.view(placed.shape, operands) is not None
+            view = None if chain.points else chain.view(placed.shape, operands)
+            fits = view is not None and prod(view[:2]) in (1, prod(placed.shape[:2]))  # not of rows
             self._fits[shapes] = fits
         if not fits:
             return chain.alone(placed(x), operands)

@@ -27,8 +27,9 @@ from lut4tool.runtime.folding import FILLED, FOLDED, WIDENED, quantized, widens
 from lut4tool.runtime.functions import body_of, is_random, schema_of
 from lut4tool.runtime.fusion import fuse
 from lut4tool.runtime.graph import ABSENT, DROPPED, Graph, RunError, Step
+from lut4tool.runtime.quantized import Quantized
 from lut4tool.runtime.registry import Operator, Unsupported
-from lut4tool.runtime.scope import Block, Body, Constant, Planned, Scope, Site, Value
+from lut4tool.runtime.scope import Arrays, Block, Body, Constant, Planned, Scope, Site, Value
 from lut4tool.runtime.shapes import Shapes
 from lut4tool.storage import StorageError, Tensors, abridged, nbytes
 
@@ -54,8 +55,8 @@ class Node:
 
     attributes: Python values, subgraphs as Graph (callables); constants: each input's NumPy array, None where it is not
     a constant; given: whether each input is there; types: of each input as ONNX writes it, None where it is not known;
-    quantized: what a constant matrix was dequantized from (see Constant); outputs: how many; note: records a choice in
-    the plan for this node.
+    quantized: the bytes that a constant matrix of floats is made of; outputs: how many; note: records a choice in the
+    plan for this node.
     """
 
     name: str
@@ -63,10 +64,10 @@ class Node:
     domain: str
     version: int
     attributes: Mapping[str, Any]
-    constants: tuple[np.ndarray | None, ...]
+    constants: Sequence[np.ndarray | None]
     given: tuple[bool, ...]
     types: tuple[str | None, ...]
-    quantized: tuple[Any, ...]
+    quantized: tuple[Quantized | None, ...]
     outputs: int
     device: mx.Device
     note: Callable[[Any], None]
@@ -370,6 +371,8 @@ class _Planner:
         schema = schema_of(row.domain, row.name, site.version)
         if self.refuse(site, row, schema) or any(value.unknown for value in site.inputs):
             return
+        if self.keep(site):
+            return
         run = self.prepared(site, row)
         if run is None:
             return
@@ -399,7 +402,7 @@ class _Planner:
         if not row.planned and row.check is None and prepare is None:
             return _bound(site, row, host)
         notes: list[Any] = []
-        constants = tuple(value.constant.value if value.constant else None for value in site.inputs)
+        constants = Arrays([value.constant for value in site.inputs])
         given = tuple(not value.absent for value in site.inputs)
         kinds = tuple(value.type for value in site.inputs)
         quantized = tuple(value.constant.quantized if value.constant else None for value in site.inputs)
@@ -460,9 +463,20 @@ class _Planner:
         stored = sum(constant.stored for constant in constants) if given else None
         for output, part in zip(site.outputs, results, strict=False):
             if output:
-                constant = Constant(to_numpy(part), stored)
-                constant.quantized = quantized(site, constants)
-                self.define(output, Value(constant=constant), site.body.scope)
+                self.define(output, Value(constant=Constant(to_numpy(part), stored)), site.body.scope)
+        return True
+
+    def keep(self, site: Site) -> bool:
+        """On a CPU, leave a float matrix that a step makes of constant bytes as these bytes."""
+        constants = [value.constant for value in site.inputs if value.constant is not None]
+        given = [value for value in site.inputs if not value.absent]
+        if not (on_host() and self.prepares) or len(constants) < len(given):
+            return False
+        found = quantized(site, constants)
+        if found is None:
+            return False
+        constant = Constant(None, sum(constant.stored for constant in constants), found)
+        self.define(site.outputs[0], Value(constant=constant), site.body.scope)
         return True
 
     def release(self, site: Site, size: int) -> None:

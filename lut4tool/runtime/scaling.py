@@ -134,7 +134,10 @@ def _multiply(
     product = None if planned is None else planned.run
     if planned is None or before is None or not isinstance(product, panels.Product) or product.quantized is None:
         return False
-    matrix, factor, zero = product.quantized
+    matrix, columns = product.quantized.matrix, product.quantized.columns()
+    if columns is None:
+        return False
+    factor, zero = columns
     if id(matrix) not in packed:
         bytes_ = int8.pack(matrix, zero)
         packed[id(matrix)] = None if bytes_ is None else int8.Product(bytes_, _nothing(*matrix.shape))

@@ -12,26 +12,54 @@ import onnx
 from lut4tool.runtime.binding import Frame
 from lut4tool.runtime.dtypes import type_of
 from lut4tool.runtime.graph import ABSENT, DROPPED, Graph, Step
+from lut4tool.runtime.quantized import Quantized
 
 #: Constants of at most this many elements are host values, so that shape arithmetic stays on the host.
 SMALL = 64
 
 
 class Constant:
-    """An initializer, a Constant node's value or a folded result: a NumPy array, and the slots of its two forms."""
+    """An initializer, a Constant node's value or a folded result: a NumPy array, and the slots of its two forms.
 
-    def __init__(self, value: Any, stored: int | None = None) -> None:
-        self.value = np.asarray(value) if isinstance(value, np.ndarray) else value
+    stored: the bytes of the file that it is made from. quantized: the bytes of a float matrix, whose floats are made
+    when they are first asked for.
+    """
+
+    def __init__(self, value: Any, stored: int | None = None, quantized: Quantized | None = None) -> None:
+        self._value = np.asarray(value) if isinstance(value, np.ndarray) else value
         self.slots: dict[str, int] = {}
-        #: Bytes of the file that it is made from.
-        self.stored = _stored(self.value) if stored is None else stored
-        #: A matrix of bytes, its scale and its zero point or None, where a DequantizeLinear made it of those.
-        self.quantized: tuple[Any, ...] | None = None
+        self.quantized = quantized
+        self.stored = _stored(self._value) if stored is None else stored
+
+    @property
+    def value(self) -> Any:
+        """The array."""
+        if self._value is None and self.quantized is not None:
+            self._value = self.quantized.array()
+        return self._value
 
     @property
     def size(self) -> int:
         """Number of elements."""
+        if self.quantized is not None:
+            return self.quantized.matrix.size
         return self.value.size if isinstance(self.value, np.ndarray) else 0
+
+
+class Arrays(Sequence[Any]):
+    """The arrays of constants, each made when it is first asked for; None for what is no constant."""
+
+    def __init__(self, constants: Sequence[Constant | None]) -> None:
+        self.constants = constants
+
+    def __len__(self) -> int:
+        return len(self.constants)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return tuple(self[index] for index in range(len(self))[place])
+        constant = self.constants[place]
+        return None if constant is None else constant.value
 
 
 def _stored(value: Any) -> int:
@@ -66,6 +94,8 @@ class Value:
         """The type as ONNX writes it, None where it is not known."""
         if self.constant is None:
             return self.kind
+        if self.constant.quantized is not None:
+            return "tensor(float)"
         element = type_of(self.constant.value)
         return f"tensor({element.name})" if element else None
 

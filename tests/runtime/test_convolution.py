@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -113,6 +114,7 @@ def test_every_stage():
         ([Stage("leaky", 0.1)], [], np.where(wide < 0, 0.1 * wide, wide)),
         ([Stage("sigmoid")], [], sigmoid(wide)),
         ([Stage("tanh")], [], np.tanh(wide)),
+        ([Stage("erf")], [], np.vectorize(math.erf)(wide)),
         ([Stage("save"), Stage("sigmoid"), Stage("mul_saved")], [], wide * sigmoid(wide)),
         ([Stage("save"), Stage("tanh"), Stage("add_saved")], [], wide + np.tanh(wide)),
         ([Stage("mul_operand"), Stage("add_operand")], [plane, other], wide * plane + other),

@@ -124,7 +124,7 @@ def test_a_weight_is_laid_out_once_and_let_go():
     del weight
     one(x)
     gc.collect()
-    assert one.weight.array is None
+    assert one.weight.source is None
     assert array() is None
 
 

@@ -18,6 +18,7 @@ from lut4tool.runtime import curves
 from lut4tool.runtime.cache import Cache
 from lut4tool.runtime.dtypes import BY_NUMBER, TYPES
 from lut4tool.runtime.plan import Node
+from lut4tool.runtime.quantized import Quantized
 
 Run = Callable[..., Any]
 Prepare = Callable[[Node, Run], Run | None]
@@ -291,6 +292,8 @@ def gather(node: Node, general: Run) -> Run | None:
     if plain(node) is None:
         return None
     axis, index = node.attributes.get("axis", 0), constant(node, 1)
+    if axis == 0 and node.quantized[0] is not None:
+        return QuantizedRows(node.quantized[0], general)
 
     def take(x: Any, indices: Any) -> Any:
         try:
@@ -311,6 +314,22 @@ def gather(node: Node, general: Run) -> Run | None:
             return general(x, indices)
 
     return one
+
+
+class QuantizedRows:
+    """Rows of a matrix of floats that stays the bytes which it is made of; reads: the indices alone."""
+
+    reads = (1,)
+
+    def __init__(self, matrix: Quantized, general: Run) -> None:
+        self.matrix, self.general = matrix, general
+
+    def __call__(self, indices: np.ndarray) -> Any:
+        """The rows [*indices, N]."""
+        try:
+            return self.matrix.rows(indices)
+        except IndexError:
+            return self.general(self.matrix.matrix, indices)
 
 
 def concat(node: Node, general: Run) -> Run | None:
@@ -401,11 +420,13 @@ def divide(node: Node, general: Run) -> Run | None:
 
 
 def power(node: Node, general: Run) -> Run | None:
-    """A constant square of floats."""
+    """A constant square or cube of floats."""
     exponent = constant(node, 1)
-    if exponent is None or exponent.size != 1 or exponent.item() != 2 or not is_float(node):
+    if exponent is None or exponent.size != 1 or exponent.item() not in (2, 3) or not is_float(node):
         return None
     rank = exponent.ndim
+    if exponent.item() == 3:
+        return lambda x, y: np.square(x) * x if x.ndim >= rank else general(x, y)
     return lambda x, y: np.square(x) if x.ndim >= rank else general(x, y)
 
 

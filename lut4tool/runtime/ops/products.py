@@ -35,7 +35,14 @@ def _prepare_matmul(node: Node, general: Callable[..., Any]) -> Callable[..., An
     """A constant B of float32 is laid out once."""
     if node.types[0] != "tensor(float)":
         return None
-    return panels.product(node.constants[1], quantized=node.quantized[1])
+    return panels.product(_weight(node))
+
+
+def _weight(node: Node, transposed: bool = False) -> Any:
+    """A constant B, as the bytes that it is made of where these serve."""
+    quantized = node.quantized[1]
+    served = quantized is not None and panels.product(quantized, None, transposed) is not None
+    return quantized if served else node.constants[1]
 
 
 op("MatMul", prepare=_prepare_matmul)(product)
@@ -43,12 +50,15 @@ op("MatMul", prepare=_prepare_matmul)(product)
 
 def _prepare_gemm(node: Node, general: Callable[..., Any]) -> Callable[..., Any] | None:
     """The same where C is a constant row, or missing."""
-    options, (_, b, c) = node.attributes, (*node.constants, None)[:3]
+    options, c = node.attributes, node.constants[2] if len(node.constants) > 2 else None
     given = len(node.given) > 2 and node.given[2]
     scaled = options.get("alpha", 1.0) != 1 or (given and options.get("beta", 1.0) != 1)
-    if scaled or options.get("transA", 0) or b is None or b.ndim != 2 or node.types[0] != "tensor(float)":
-        return None
     transposed = bool(options.get("transB", 0))
+    if scaled or options.get("transA", 0) or node.types[0] != "tensor(float)":
+        return None
+    b = _weight(node, transposed)
+    if b is None or len(b.shape) != 2:
+        return None
     width = b.shape[0] if transposed else b.shape[1]
     row = given and c is not None and c.shape in ((width,), (1, width))
     return panels.product(b, c.reshape(-1) if row and c is not None else None, transposed) if row or not given else None
