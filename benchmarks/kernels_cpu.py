@@ -1,6 +1,7 @@
 """4-bit products on this CPU beside onnxruntime: the folded chain (dense), MatMulBnb4, MatMulNBits, and the floor.
 
     python benchmarks/kernels_cpu.py [--quick] [--isa amx|avx512|avx2|portable]
+    python benchmarks/kernels_cpu.py --memory          of each engine alone, what its imports did not take
     python benchmarks/kernels_cpu.py --thresholds      where our kernels cross, into lut4tool/kernels/thresholds.py
 
 NumPy in and NumPy out through Runtime.run, all engines in turns; a ratio is the median over turns of our time over the
@@ -15,8 +16,10 @@ import itertools
 import os
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -36,6 +39,8 @@ BARS = {
     (512, "onnxruntime dense"): 1.15,
 }
 BARS_OF_AVX2 = {(1, "onnxruntime dense"): 0.7}
+#: Megabytes over the imports, at the first shape.
+MOST_MEMORY = 150
 
 
 def main() -> None:
@@ -44,6 +49,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one shape, fewer rows")
     parser.add_argument("--isa", default="", help="force an instruction set")
     parser.add_argument("--thresholds", action="store_true", help="write where our kernels cross")
+    parser.add_argument("--memory", action="store_true", help="measure memory, nothing else")
     parser.add_argument("--seconds", type=float, default=8.0, help="for each shape and number of rows")
     asked = parser.parse_args()
     if asked.isa:
@@ -54,6 +60,9 @@ def main() -> None:
 
     if asked.thresholds:
         write_thresholds(asked.seconds)
+        return
+    print_memory()
+    if asked.memory:
         return
     bars = BARS if native.product_instruction_set() in ("amx", "avx512") else BARS_OF_AVX2
     rows = (1, 4) if asked.quick else ROWS
@@ -73,6 +82,51 @@ def main() -> None:
                     f"  median {timing.median:9.3f} ms  {ratio}  {meant}".rstrip(),
                     flush=True,
                 )
+
+
+def print_memory() -> None:
+    """Load and run the first shape's weight in a process of each engine's own: the peak over what its imports took."""
+    import numpy as np
+    import onnx
+
+    from lut4tool import formats, native
+    from lut4tool.measure import LUT4TOOL, ONNXRUNTIME, measure
+
+    n, k = SHAPES[0]
+    rng = np.random.default_rng(0)
+    packed, scales = rng.integers(0, 256, n * k // 2, dtype=np.uint8), rng.random(n * k // 64, np.float32)
+    weight = formats.Lookup4Weight(packed, scales, formats.NF4, n, k, 64, (1, 0))
+    dense = np.ascontiguousarray(native.decode_elements(weight, 0, n * k).reshape(n, k).T)
+    leaves = {"packed": packed, "scales": scales, "codebook": formats.NF4}
+    bnb4 = {"K": k, "N": n, "block_size": 64, "quant_type": 1}
+    models = {
+        "lut4tool": model_of(formats.LOOKUP4_MATMUL, formats.DOMAIN, leaves, weight.attributes("float32")),
+        "onnxruntime MatMulBnb4": model_of("MatMulBnb4", "com.microsoft", {"b": packed, "absmax": scales}, bnb4),
+        "onnxruntime dense": model_of("MatMul", "", {"w": dense}, {}),
+    }
+    print(f"{n} x {k}, {(packed.nbytes + scales.nbytes) / 1e6:.0f} MB packed: memory over the imports, M 1 and 128")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, model in models.items():
+            path = Path(folder, "model.onnx")
+            onnx.save(model, path)
+            taken = []
+            for rows in (1, 128):
+                x = rng.standard_normal((rows, k)).astype(np.float32)
+                taken.append(measure(path, {"x": x}, LUT4TOOL if name == "lut4tool" else ONNXRUNTIME, 3).model_bytes)
+            meant = f"  at most {MOST_MEMORY}" if name == "lut4tool" else ""
+            print(f"  {name:26}{taken[0] / 1e6:7.0f} MB {taken[1] / 1e6:7.0f} MB{meant}", flush=True)
+
+
+def model_of(op: str, domain: str, leaves: dict[str, Any], attributes: dict[str, Any]) -> Any:
+    """A model of one product of x with constants."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    node = helper.make_node(op, ["x", *leaves], ["y"], "product", domain=domain, **attributes)
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None, None]) for name in ("x", "y")]
+    constants = [numpy_helper.from_array(array, name) for name, array in leaves.items()]
+    graph = helper.make_graph([node], "product", ends[:1], ends[1:], constants)
+    opsets = [helper.make_opsetid("", 17), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
 
 def write_thresholds(seconds: float) -> None:

@@ -437,6 +437,54 @@ print(peak() - before)
     assert int(done.stdout) < 100 * 1024  # the model's proto and its bytes are 33 MB each
 
 
+# -- sizes past int32: zeros that are never written take no memory, and what is not zero lies behind them
+
+LONG = 1 << 15
+
+
+@pytest.mark.parametrize("perm", [(0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("kernel", "m"), [("gemv", 1), ("tile", 2), pytest.param("digits", 17, marks=pytest.mark.slow)]
+)
+def test_a_weight_of_more_than_2_to_the_32_elements(kernel: str, m: int, perm: tuple[int, int]) -> None:
+    rows, last = (1 << 17) + 16, 16
+    packed, scales = np.zeros(rows * LONG // 2, np.uint8), np.ones(rows * LONG // 4096, np.float32)
+    end = lookup4(last, LONG, 4096, perm=perm, codebook=formats.FP4)  # whose code 0 is 0
+    packed[-end.packed.size :], scales[-end.scales.size :] = end.packed, end.scales
+    weight = Lookup4Weight(packed, scales, formats.FP4, rows, LONG, 4096, perm)
+    x, y = values("float32", m, weight.shape[0]), np.full((m, weight.shape[1]), np.nan, np.float32)
+    native.Matrix(weight).multiply(x, y, kernel)
+    if perm == (0, 1):
+        check(y, x[:, -last:], dense(end))
+    else:
+        check(y[:, -last:], x, dense(end))
+        assert not y[:, :-last].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "perm"), [("tile", (1, 0)), ("digits", (0, 1))])
+def test_x_of_more_than_2_to_the_31_elements(kernel: str, perm: tuple[int, int]) -> None:
+    weight = lookup4(*((LONG, 32) if perm == (0, 1) else (32, LONG)), 32, perm=perm)
+    m, last = (1 << 16) + 20, 20
+    x, y = np.zeros((m, LONG), np.float32), np.full((m, 32), np.nan, np.float32)
+    x[-last:] = values("float32", last, LONG)
+    native.Matrix(weight).multiply(x, y, kernel)
+    check(y[-last:], x[-last:], dense(weight))
+    assert not y[:-last].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "perm"), [("tile", (0, 1)), ("digits", (1, 0))])
+def test_an_output_of_more_than_2_to_the_31_bytes(kernel: str, perm: tuple[int, int]) -> None:
+    n, m = 1 << 16, (1 << 13) + 30
+    weight = lookup4(*((32, n) if perm == (0, 1) else (n, 32)), 32, perm=perm)
+    x, y = np.zeros((m, 32), np.float32), np.empty((m, n), np.float32)
+    x[-30:] = values("float32", 30, 32)
+    native.Matrix(weight).multiply(x, y, kernel)
+    check(y[-30:], x[-30:], dense(weight))
+    assert not y[:-30].any()
+
+
 # -- NEON, in an emulator
 
 CROSS, QEMU = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
