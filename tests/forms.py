@@ -174,6 +174,17 @@ def scales_stored_as_a_column(w: Writer) -> str:
 
 
 @form
+def scales_cut_to_the_blocks(w: Writer) -> str:
+    codes, scales = canonical_parts(w)
+    w.weight = w.flat(codes, scales)
+    index = w.node("Reshape", w.pairs(w.constant(packed(codes), "dec/packed")), [-1, w.block])
+    longer = w.constant(np.append(scales, w.floats(3)), "dec/scales")
+    column = w.node("Unsqueeze", w.node("Slice", longer, [0], [scales.size], [0]), [1])
+    flat = w.node("Reshape", w.node("Mul", w.node("Gather", NF4, index), column), [-1])
+    return w.node("Reshape", w.node("Slice", flat, [0], [w.rows * w.cols], [0]), [w.rows, w.cols])
+
+
+@form
 def nothing_cut(w: Writer) -> str:
     """Reshape straight to [rows, cols]: rows * cols is a multiple of the block."""
     codes, scales = w.codes(w.rows * w.cols), w.floats(w.rows * w.cols // w.block)

@@ -255,6 +255,18 @@ def halves_widened(w: Writer) -> str:
     return end(w, w.node("Mul", value, w.node("Cast", w.constant(scales, "dec/scales"), to=FLOAT)))
 
 
+@form
+def scales_rounded_by_casts(w: Writer) -> str:
+    """Scales float32, cast to float16 and back."""
+    codes, scales, points = drawn(w)
+    means(w, codes, scales.astype(F16).astype(F32), points)
+    value = w.node("Cast", blocked(w, stacked(w, bytes_of(codes.reshape(w.rows, -1)))), to=FLOAT)
+    value = w.node("Sub", value, w.constant(points, "dec/points"))
+    half = w.node("Cast", w.constant(scales[..., 0], "dec/scales"), to=FLOAT16)
+    factor = w.node("Unsqueeze", w.node("Cast", half, to=FLOAT), [2])
+    return end(w, w.node("Mul", value, factor))
+
+
 def typed(w: Writer, dtype: Any, least: int, points: Any) -> str:
     """Codes of a 4-bit type, in arithmetic."""
     codes, scales, _ = drawn(w)

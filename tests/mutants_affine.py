@@ -241,7 +241,7 @@ BYTES = [
     mutant("packed int8", "packed 'dec/packed', INT8 [6, 5], is not UINT8", recast("dec/packed", "INT8"), **WIDE),
     mutant(
         "packed scalar",
-        "Reshape of 2 elements to [6, 10], which they do not fill",
+        "is not of rank 1 or more",
         recast("dec/packed", "UINT8", []),
         **NIBBLES,
     ),

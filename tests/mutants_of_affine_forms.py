@@ -40,6 +40,52 @@ def other_rows(model: onnx.ModelProto) -> None:
     found.CopyFrom(onnx.numpy_helper.from_array(np.roll(rows, 1, 0), name))
 
 
+def other_bytes(model: onnx.ModelProto) -> None:
+    """Add other bytes, their low nibbles, and what a shift of them would be filled with."""
+    graph = model.graph
+    graph.initializer.append(onnx.numpy_helper.from_array(np.zeros((6, 12), np.uint8), "dec/other"))
+    sixteen = onnx.numpy_helper.from_array(np.array(16, np.int32), "dec/sixteen")
+    graph.initializer.append(sixteen)
+    graph.node.insert(0, helper.make_node("Mod", ["dec/whole", "dec/sixteen"], ["dec/whole_rest"], "dec/WholeRest"))
+    cast = helper.make_node("Cast", ["dec/other"], ["dec/whole"], "dec/Whole", to=TensorProto.INT32)
+    graph.node.insert(0, cast)
+
+
+def whole_shift(model: onnx.ModelProto) -> None:
+    """Fill a shift with what other bytes give."""
+    names = ["dec/whole", "dec/whole_wide"]
+    wide = helper.make_node("Cast", names[:1], names[1:], "dec/WholeWide", to=TensorProto.UINT32)
+    model.graph.node.insert(1, wide)
+    four = onnx.numpy_helper.from_array(np.array(4, np.uint32), "dec/four")
+    model.graph.initializer.append(four)
+    moved = helper.make_node("BitShift", ["dec/whole_wide", "dec/four"], ["dec/moved"], "dec/Moved", direction="RIGHT")
+    model.graph.node.insert(2, moved)
+    find_node(model, "dec/BitwiseOr").input[0] = "dec/moved"
+
+
+def offset_after(model: onnx.ModelProto) -> None:
+    """Add zero points after the scaling, as tinygemm and GGUF's Q4_1 do."""
+    sub, product, last = (find_node(model, f"dec/{role}") for role in ("Sub", "Mul", "Reshape2"))
+    product.input[0] = sub.input[0]
+    sub.op_type, sub.input[0], last.input[0] = "Add", product.output[0], sub.output[0]
+    nodes = sorted(model.graph.node, key=lambda node: node.name != sub.name)  # the sum after the product
+    place = [node.name for node in nodes].index(product.name)
+    nodes.insert(place, nodes.pop(0))
+    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+
+
+def picked(model: onnx.ModelProto) -> None:
+    """Pick the scales of each block by a list."""
+    order = onnx.numpy_helper.from_array(np.arange(6)[::-1].copy(), "dec/g_idx")
+    model.graph.initializer.append(order)
+    node = find_node(model, "dec/Mul")
+    picks = helper.make_node("Gather", [node.input[1], "dec/g_idx"], ["dec/picked"], "dec/Gather", axis=1)
+    model.graph.node.insert(0, picks)
+    node.input[1] = "dec/picked"
+
+
 def outside(model: onnx.ModelProto) -> None:
     """Move the bytes that a call gives to a file."""
     found = next(entry for entry in model.graph.initializer if entry.name == "dec/packed")
@@ -89,6 +135,16 @@ AFFINE_FORMS_WRONG = [
     of(SHIFT, "Less than 1, not than 0", literal("Less", 1, 1, np.int32)),
     of(SHIFT, "Greater, not Less", operator("Less", "Greater")),
     of(SHIFT, "BitwiseXor, not BitwiseOr", operator("BitwiseOr", "BitwiseXor")),
+    of(SHIFT, "Where of several values, not of one packed value", other_bytes, reads("Less", 0, "dec/whole")),
+    of(SHIFT, "Where of several values, not of one packed value", other_bytes, whole_shift),
+    of(SHIFT, "BitwiseOr with [7, 7], not with one number", literal("BitwiseOr", 1, [7, 7], np.uint32)),
+    of(SHIFT, "packed 'dec/packed', UINT8 [], is not of rank 1 or more", tensor("packed", np.array(7, np.uint8))),
+    of(FLOOR, "Sub of several values, not of one packed value", other_bytes, reads("Less", 0, "dec/whole"),
+       literal("Less", 1, 0, np.int32)),
+    of(FLOOR, "Sub of several values, not of one packed value", other_bytes, reads("Cast2", 0, "dec/whole_rest")),
+    of(HQQ, "Expand of shape [1, 1], not of one number", literal("Expand", 0, [[0]], np.float32)),
+    of(HQQ, "Expand of shape [2], not of one number", literal("Expand", 0, [0, 0], np.float32)),
+    of("codes of int4", "Sub in INT8 of INT4 codes, which may wrap", attribute("Cast", to=TensorProto.INT8)),
     of(SHIFT, "Where over Where, more than 8 deep", reads("Where", 2, "dec/Where_out")),
     of(SHIFT, "is UINT32, not INT32", reads("Where", 2, "dec/BitShift_out"),
        operator("BitShift", "BitwiseAnd"), without("BitShift"), reads("BitShift", 0, "dec/Cast_out")),
@@ -119,6 +175,8 @@ AFFINE_FORMS_WRONG = [
        before("Reshape", 0, "Squeeze"), lambda m: find_node(m, "new/Reshape").input.append("dec/zero"),
        tensor("zero", np.array([0]))),
     of("codes by columns", "the weight is of shape [24, 2, 3], not a matrix", literal("Reshape2", 1, [24, 2, 3])),
+    of(SHIFT, "Add, not a zero point that Sub takes off codes before they are scaled", offset_after),
+    of(SHIFT, "scales that an index picks, as GPTQ's g_idx does", picked),
     # Types
     of(WIDENED, "Cast of the scales to DOUBLE, not FLOAT", attribute("Cast7", to=TensorProto.DOUBLE)),
     of("zero points in nibbles", "Sub of INT64 zero points from INT32 codes",

@@ -43,9 +43,9 @@ def chain_of(walk: Walk, weight: Value) -> Chain | None:
         return None
     if maker.node.op_type == "DequantizeLinear":
         return dequantized
-    if maker.node.op_type != "Mul" or any(_of_table(walk, maker, index) for index in (0, 1)):
-        return None
-    return arithmetic if any(_of_codes(walk, maker, index) for index in (0, 1)) else None
+    if maker.node.op_type == "Mul" and any(_of_codes(walk, maker, index) for index in (0, 1)):
+        return arithmetic
+    return offset if maker.node.op_type == "Add" and any(_scaled(walk, maker, index) for index in (0, 1)) else None
 
 
 def _maker(walk: Walk, value: Value | None) -> Place | None:
@@ -64,18 +64,21 @@ def _operand(walk: Walk, product: Place, index: int) -> Value | None:
     return walk.lookup(product.scope, "".join(product.node.input[index : index + 1]))
 
 
-def _of_table(walk: Walk, product: Place, index: int) -> bool:
-    """Whether an operand is looked up."""
-    maker = _maker(walk, _operand(walk, product, index))
-    return maker is not None and maker.node.op_type in LOOKUPS
+def _scaled(walk: Walk, add: Place, index: int) -> bool:
+    """Whether an operand is codes times scales."""
+    maker = _maker(walk, _operand(walk, add, index))
+    return maker is not None and maker.node.op_type == "Mul" and any(_of_codes(walk, maker, at) for at in (0, 1))
 
 
 def _of_codes(walk: Walk, product: Place, index: int) -> bool:
     """Whether an operand is codes, less a zero point or as they are."""
     value = _operand(walk, product, index)
     maker = _maker(walk, value)
+    if maker is not None and maker.node.op_type == "Sub":
+        first = _operand(walk, maker, 0)
+        return first is not None and walk.origin(first).integers
     if maker is not None:
-        return maker.node.op_type in ("Sub", "Concat", "ScatterND")
+        return maker.node.op_type in ("Concat", "ScatterND")
     for _ in range(_DEEP):
         if value is None or not isinstance(value.definition, NodeProto) or not value.definition.input:
             break
@@ -187,6 +190,13 @@ def arithmetic(walk: Walk, site: Place, weight: Value, flipped: bool) -> Proof:
     return _proof(site, trail, weight, flipped, found(product, leaves, whole, flipped))
 
 
+def offset(walk: Walk, site: Place, weight: Value, flipped: bool) -> Proof:
+    """Codes times scales plus an offset: always refused, since QMM rounds otherwise. Raises Refuse."""
+    trail = Trail(walk)
+    _, value, at = steps_before(trail, weight, site, *MOVES, "Cast")
+    trail.refuse(value, at, "a zero point that Sub takes off codes before they are scaled, as in QMM")
+
+
 def _proof(site: Place, trail: Trail, weight: Value, flipped: bool, held: qmm.Found) -> Proof:
     return qmm.proof(site, Product(site.node.input[0]), weight.name, flipped, trail.nodes(), trail.literals, held)
 
@@ -194,6 +204,8 @@ def _proof(site: Place, trail: Trail, weight: Value, flipped: bool, held: qmm.Fo
 def _floats(trail: Trail, leaves: Leaves, value: Value, at: Place, what: str) -> tuple[Part, int]:
     """A constant of floats, moved, repeated and cast among them: (it, its type)."""
     steps, value, at = steps_before(trail, value, at, *MOVES, "Cast")
+    picked = trail.op_type(value) in LOOKUPS
+    at.require(not picked, "{} that an index picks, as GPTQ's g_idx does, not in the order of their blocks", what)
     leaf = leaves.floats(value, at, what)
     (kind,) = leaf.types
     types = tuple(step.said for step in steps if step.op == "Cast")
@@ -215,6 +227,8 @@ def _steps(trail: Trail, leaves: Leaves, value: Value, at: Place, dtype: int) ->
     codes, kind = _codes(trail, leaves, trail.input(sub, 0), sub)
     apart = kind in _SIGNED or kind in (TensorProto.FLOAT, dtype)
     sub.require(apart, f"Sub in {type_name(kind)}, not in signed integers, FLOAT or the scales' {type_name(dtype)}")
+    wraps = kind == TensorProto.INT8 and codes.least < 0
+    sub.require(not wraps, "Sub in INT8 of INT4 codes, which may wrap; a wider type is expected")
     points = _points(trail, leaves, trail.input(sub, 1), sub, kind, dtype)
     shape = codes.view.shape
     spread = points.view.expanded(shape)

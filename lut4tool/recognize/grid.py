@@ -148,7 +148,7 @@ def _laid(part: Part, grid: Grid, kind: int, shape: Shape) -> str | Laid:
     """Numbers, one a block or one for all: the constant itself where it is that."""
     view = part.view.first_of_runs(1, grid.block)
     view = view if view.shape == shape else View((1, 1), ((), ()), view.start)
-    same = view == view_of(shape) and part.count == math.prod(shape) and part.leaf.types == {kind}
+    same = view == view_of(shape) and part.count == math.prod(shape) and {*part.leaf.types, *part.types} == {kind}
     if same and part.leaf.shape == shape:
         return part.leaf.name
     settings = (view, part.count, *part.types)

@@ -192,8 +192,8 @@ def _scales(trail: Trail, leaves: Leaves, operand: Value, at: Place) -> Scales:
 
 def _keeps_first(step: Step) -> bool:
     """Whether a step of flat scales makes them a column whatever their number, or casts them."""
-    if step.op == "Cast":
-        return True
+    if step.op in ("Cast", "Slice"):
+        return step.op == "Cast"
     return step.said.is_one(1, -1) if step.op == "Unsqueeze" else step.said.values == (-1, 1)
 
 

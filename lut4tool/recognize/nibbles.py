@@ -96,6 +96,7 @@ def _beside(trail: Trail, leaves: Leaves, node: Place, halves: list[_Half], axis
         source, reader, padded = _padded(trail, source, reader)
     leaf = leaves.read(source, reader, "packed", frozenset({TensorProto.UINT8}), "UINT8")
     reader.require(not padded or len(leaf.shape) == 1, "Pad of {}, not of flat bytes", leaf)
+    reader.require(len(leaf.shape) > 0, "packed {} is not of rank 1 or more", leaf)
     whole = view_of((leaf.shape[0] + padded,) if padded else leaf.shape, 2)
     seen: dict[str, Seen] = {}
     views = [viewed(whole._replace(start=int(half.part.holds == "high")), half.moved, seen) for half in halves]
@@ -131,13 +132,14 @@ def _scattered(trail: Trail, leaves: Leaves, value: Value, at: Place) -> Pairs:
         value, at = trail.input(node, 0), node
     new = trail.node(value, "Expand", at)
     shape = trail.literal(new, 1)
-    trail.hold(new, 0)
+    first = trail.hold(new, 0)
+    new.require(set(first) <= {1} and len(first) <= 1, f"Expand of shape {list(first)}, not of one number")
     found = _beside(trail, leaves, places[0], halves, 0)
     new.require(shape.values == found.view.shape, f"Expand to {shape}, not to {list(found.view.shape)}, both nibbles")
     half = found.view.shape[0] // 2
-    for node, said, first in zip(places[::-1], rows, (0, half), strict=True):
-        fits = said.dims == (half, 1) and said.values == tuple(range(first, first + half))
-        node.require(fits, f"ScatterND to other rows than {first} to {first + half - 1} in order")
+    for node, said, start in zip(places[::-1], rows, (0, half), strict=True):
+        fits = said.dims == (half, 1) and said.values == tuple(range(start, start + half))
+        node.require(fits, f"ScatterND to other rows than {start} to {start + half - 1} in order")
     return found
 
 
@@ -205,12 +207,15 @@ def _taken(trail: Trail, part: _Part, place: Place) -> _Part:
 def _shifted(trail: Trail, value: Value, at: Place, deep: int) -> _Part:
     """PyTorch's shift of signed integers: Where(Less(x, 0), ..., shifted); x is a part of a byte, so not less."""
     node = trail.node(value, "Where", at)
-    _require_never(trail, trail.input(node, 0), node, deep)
+    less = _never(trail, trail.input(node, 0), node, deep)
     _, other, reader = steps_before(trail, trail.input(node, 1), node, "Cast")
     mask = trail.node(other, "BitwiseOr", reader)
     masked = _part(trail, trail.input(mask, 0), mask, deep)
-    trail.literal(mask, 1, kind=masked.kind)
-    return _part(trail, trail.input(node, 2), node, deep)
+    ones = trail.literal(mask, 1, kind=masked.kind)
+    mask.require(ones.dims in ((), (1,)), f"BitwiseOr with {ones}, not with one number")
+    part = _part(trail, trail.input(node, 2), node, deep)
+    node.require(part.source == less.source == masked.source, "Where of several values, not of one packed value")
+    return part
 
 
 def _divided(trail: Trail, value: Value, at: Place, deep: int) -> _Part:
@@ -219,20 +224,23 @@ def _divided(trail: Trail, value: Value, at: Place, deep: int) -> _Part:
     cast = trail.node(trail.input(node, 1), "Cast", node, "to")
     both = trail.node(trail.input(cast, 0), "And", cast)
     same = trail.node(trail.input(both, 0), "Equal", both)
-    _require_never(trail, trail.input(same, 0), same, deep)
+    less = _never(trail, trail.input(same, 0), same, deep)
     true = trail.literal(same, 1, kind=TensorProto.BOOL)
     same.require(true.is_one(1), f"Equal to {true.one}, not to True")
     rest = trail.node(trail.input(both, 1), "Cast", both, "to")
-    _part(trail, trail.input(rest, 0), rest, deep)
-    return _part(trail, trail.input(node, 0), node, deep)
+    left = _part(trail, trail.input(rest, 0), rest, deep)
+    part = _part(trail, trail.input(node, 0), node, deep)
+    node.require(part.source == less.source == left.source, "Sub of several values, not of one packed value")
+    return part
 
 
-def _require_never(trail: Trail, value: Value, at: Place, deep: int) -> None:
-    """Refuse what is not Less(x, 0) of a part of a byte."""
+def _never(trail: Trail, value: Value, at: Place, deep: int) -> _Part:
+    """The part of a byte x in Less(x, 0). Raises Refuse where it is not that."""
     less = trail.node(value, "Less", at)
     part = _part(trail, trail.input(less, 0), less, deep, bare=True)
     zero = trail.literal(less, 1, kind=part.kind)
     less.require(zero.is_one(0), f"Less than {zero.one}, not than 0")
+    return part
 
 
 @functools.cache

@@ -106,10 +106,11 @@ class Trail:
         self._remember(value, tensor)
         return Literal(values, tuple(tensor.dims))
 
-    def hold(self, place: Place, index: int) -> None:
-        """Remember a small constant whose value does not matter."""
+    def hold(self, place: Place, index: int) -> tuple[int, ...]:
+        """Remember a small constant whose value does not matter; its shape."""
         tensor, value = self._small(place, index, LITERAL_ELEMENTS)
         self._remember(value, tensor)
+        return tuple(tensor.dims)
 
     def _small(self, place: Place, index: int, most: int) -> tuple[TensorProto, Value]:
         """A constant of at most so many elements."""
