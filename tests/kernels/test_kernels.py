@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from lut4tool import formats, kernels
+from lut4tool import formats, kernels, native
 from lut4tool.errors import Lut4Error
 from lut4tool.formats import Lookup4Weight, QmmWeight
 from lut4tool.kernels import reference
@@ -268,4 +268,5 @@ def test_numpy_never_holds_a_dense_weight(perm: tuple[int, int]) -> None:
     run(runtime, x)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 16 * 2**20  # a panel in float32 and in float64, and 12 MB at most
+    # A panel in float32 and in float64, and NumPy's own temporaries where it is NumPy that decodes.
+    assert peak < (16 if native.compiled() else 24) * 2**20
