@@ -21,7 +21,7 @@ PYTEST = ["-m", "pytest", "-q", "-m", "slow", "--durations=0", "-p", "no:cachepr
 COMMANDS = {
     "kills": [*PYTEST, "tests/rewrite/test_faults.py"],
     "hostile": [*PYTEST, "tests/commands/test_hostile.py"],
-    "fuzz": [*PYTEST, "tests/commands/test_fuzz_files.py"],
+    "fuzz": [*PYTEST, "-rP", "tests/commands/test_fuzz_files.py"],
     "runs": [*PYTEST, "tests/rewrite/test_concurrency.py"],
     "weight": [*PYTEST, "tests/rewrite/test_size.py"],
     "big": ["benchmarks/scale.py", "big"],
@@ -32,12 +32,13 @@ COMMANDS = {
 
 
 def result(lines: list[str]) -> list[str]:
-    """What is kept of a command's output: of pytest, a line a test and the last one."""
+    """What is kept of a command's output: of pytest, a line a test, what tests say of their runs, and the last one."""
     tests = re.compile(r"(?P<seconds>[\d.]+s) call +tests/(?P<name>.*)")
     found = [match for line in lines if (match := tests.match(line.strip()))]
     if not found:
         return lines
-    return [f"{match['seconds']:>9}  {match['name']}" for match in found] + [lines[-1]]
+    tests_say = [line for line in lines if line.startswith("fuzz: ")]
+    return [f"{match['seconds']:>9}  {match['name']}" for match in found] + tests_say + [lines[-1]]
 
 
 def main() -> None:

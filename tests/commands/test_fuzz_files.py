@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,28 @@ from lut4tool.storage import StorageError, Tensors, parse_model
 
 
 @pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="atheris has no wheel for this machine")
-@pytest.mark.parametrize("seconds", [20, pytest.param(600, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
-def test_fuzzed_files_are_served_or_refused(tmp_path: Path, seconds: int) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "seeds"),
+    [(20, [2046]), pytest.param(600, [1, 2, 3], marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+)
+def test_fuzzed_files_are_served_or_refused(tmp_path: Path, seconds: int, seeds: list[int]) -> None:
+    """The seeds at once. What a run finds stays where the failure says, for `python tests/fuzz_files.py FILE`."""
     script = Path(__file__).parents[1] / "fuzz_files.py"
-    options = [f"-max_total_time={seconds}", f"-artifact_prefix={tmp_path}/", f"-seed={2026 + seconds}"]
-    done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, (done.stderr[-3000:], [path.name for path in tmp_path.iterdir()])
-    assert "\tNEW " in done.stderr  # coverage guided it
+    kept = Path(tempfile.mkdtemp(prefix="lut4tool-fuzz-"))
+    options = [f"-max_total_time={seconds}", f"-artifact_prefix={kept}/"]
+    running = []
+    for seed in seeds:
+        log = (tmp_path / f"{seed}.log").open("w")
+        running.append(subprocess.Popen([sys.executable, script, *options, f"-seed={seed}"], stderr=log))
+    statuses = [process.wait() for process in running]
+    said = [(tmp_path / f"{seed}.log").read_text() for seed in seeds]
+    found = " ".join(map(str, kept.iterdir()))
+    assert not any(statuses), f"{[text[-3000:] for text in said if '\tDONE' not in text]}: {script} {found}"
+    kept.rmdir()
+    for seed, text in zip(seeds, said, strict=True):
+        assert "\tNEW " in text  # coverage guided it
+        count, edges, features = re.findall(r"#(\d+)\tDONE +cov: (\d+) ft: (\d+)", text)[-1]
+        print(f"fuzz: seed {seed}, {seconds} s: {count} executions, {edges} edges, {features} features")
 
 
 WHOLE = build(literals="constant").model.SerializeToString()
