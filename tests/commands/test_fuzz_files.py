@@ -40,8 +40,8 @@ def test_fuzzed_files_are_served_or_refused(tmp_path: Path, seconds: int, seeds:
         running.append(subprocess.Popen([sys.executable, script, *options, f"-seed={seed}"], stderr=log))
     statuses = [process.wait() for process in running]
     said = [(tmp_path / f"{seed}.log").read_text() for seed in seeds]
-    found = " ".join(map(str, kept.iterdir()))
-    assert not any(statuses), f"{[text[-3000:] for text in said if '\tDONE' not in text]}: {script} {found}"
+    failed = [text[-3000:] for text, status in zip(said, statuses, strict=True) if status]
+    assert not failed, f"{failed}: {script} {' '.join(map(str, kept.iterdir()))}"
     kept.rmdir()
     for seed, text in zip(seeds, said, strict=True):
         assert "\tNEW " in text  # coverage guided it
