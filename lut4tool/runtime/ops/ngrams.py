@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lut4tool.runtime.dtypes import to_device
+from lut4tool.runtime.ops.sizes import check_size
 from lut4tool.runtime.registry import op
 
 
@@ -21,6 +22,7 @@ def tf_idf_vectorizer(
     items = pool_int64s if pool_strings is None else [s.decode() if isinstance(s, bytes) else s for s in pool_strings]
     pool = _pool(items or [], ngram_counts)
     rows = x.reshape(1, -1) if x.ndim < 2 else x
+    check_size((len(rows), max(ngram_indexes) + 1), 4)
     counts = np.zeros((len(rows), max(ngram_indexes) + 1), np.float32)
     for row, count in zip(rows.tolist(), counts, strict=True):
         for gram in _grams(row, min_gram_length, max_gram_length, max_skip_count):
@@ -43,7 +45,7 @@ def _pool(items: Sequence[Any], starts: Sequence[int]) -> dict[tuple[Any, ...], 
 
 def _grams(row: Sequence[Any], shortest: int, longest: int, skips: int) -> Any:
     """Every n-gram of a row for each distance between its items; a 1-gram has no distance."""
-    for n in range(shortest, longest + 1):
-        for step in range(1, 2 if n == 1 else skips + 2):
+    for n in range(max(shortest, 1), min(longest, len(row)) + 1):
+        for step in range(1, 2 if n == 1 else min(skips + 1, (len(row) - 1) // (n - 1)) + 1):
             for start in range(len(row) - (n - 1) * step):
                 yield tuple(row[start : start + (n - 1) * step + 1 : step])

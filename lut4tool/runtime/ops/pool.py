@@ -74,7 +74,8 @@ def _reduce(x: Any, grid: Window, combine: Callable[[Any, Any], Any]) -> Any:
     """Reduce a padded x [N, C, *size] to [N, C, *out] with an associative function."""
     for axis in range(grid.rank):
         around = (slice(None),) * (2 + axis)
-        x = reduce(combine, [x[(*around, grid.axis_slice(axis, at))] for at in range(grid.kernel[axis])])
+        places = range(grid.kernel[axis] if x.size else 1)  # of nothing one is as good as all
+        x = reduce(combine, [x[(*around, grid.axis_slice(axis, at))] for at in places])
     return x
 
 

@@ -9,8 +9,12 @@ import numpy as np
 
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.dtypes import to_device, to_numpy
+from lut4tool.runtime.ops.sizes import check_size
 from lut4tool.runtime.plan import Node
 from lut4tool.runtime.registry import op
+
+#: Bytes that an array takes besides its data; one of no elements may have 2^31 parts.
+_PART = 128
 
 
 @op("SequenceConstruct", since=11, on_host=True)
@@ -79,6 +83,7 @@ def split_to_sequence(
 
 
 def _split(xp: Any, x: Any, at: Sequence[int], axis: int) -> list[Any]:
+    check_size([len(at) + 1], _PART)
     return list(xp.split(x, list(at), axis=axis))
 
 
