@@ -114,9 +114,9 @@ def _say(message: str) -> None:
 
 
 def _say_differing(report: RewriteReport) -> None:
-    """One line a site whose proof was wrong: it is whole, and we are to hear of it."""
+    """One line a site whose proof was wrong: nothing was rewritten, and we are to hear of it."""
     for refusal in report.differing:
-        _say(f"WITNESS DIFFERS: {refusal.node}: {refusal.reason}: left as it was; please report this fault of lut4tool")
+        _say(f"WITNESS DIFFERS: {refusal.node}: {refusal.reason}: nothing is rewritten; please report it to lut4tool")
 
 
 def _console() -> Console:
@@ -231,7 +231,7 @@ def rewrite(
             verb = "would write" if dry_run else "wrote"
             console.print(f"{verb} {target}: {tables.sizes(document)}")
         else:
-            console.print("nothing to rewrite; nothing written")
+            console.print("nothing written" if result.differing else "nothing to rewrite; nothing written")
         if report is not None:
             console.print(f"the report is {report}")
     _say_differing(result)

@@ -29,8 +29,8 @@ class RewriteReport:
     """What a rewrite did, site by site; sizes in bytes, each distinct weight counted once.
 
     rewritten: proof and witness of each site (None where no witness was asked for).
-    refused: the sites left as they were; differing: those of them whose proof its witness showed wrong, which is a
-        fault of lut4tool, and where the command line ends with 4.
+    refused: the sites that cannot be rewritten; differing: those of them whose proof its witness showed wrong. That is
+        a fault of lut4tool: nothing is rewritten, and the command line ends with 4.
     input_bytes, output_bytes: the proto's file before and after, external data not counted; 0 where none was written
         (on `dry_run`, what it would be).
     packed_bytes, dense_bytes: the proved weights as stored, and decoded to float32.
@@ -79,8 +79,8 @@ def rewrite(
 ) -> RewriteReport:
     """Rewrite the model file `src` to `dst`; `dst` equal to `src` means in place.
 
-    Every distinct weight is checked by a witness first (`verify`: every block of it); a site whose witness differs, or
-    whose codes have no entry, is left as it was, and refused. Nothing is written where nothing is rewritten, on
+    Every distinct weight is checked by a witness first (`verify`: every block of it). Where one differs, nothing is
+    rewritten; a site whose codes have no entry is refused alone. Nothing is written where nothing is rewritten, on
     `dry_run`, or on any error. `drawn`: the report holds each site's surroundings.
     `progress(what, done, total)` is called now and then.
     Raises StorageError for files, RewriteError for a place or a model.
@@ -148,6 +148,8 @@ def _checked(
         refused.append(Refusal(proof.site.name, str(seen), proof.site.name))
         if not isinstance(seen, LayoutError):
             differing.append(refused[-1])
+    if differing:  # a proof was wrong: none is believed
+        kept = []
     proofs = tuple(proof for proof, _ in kept)
     distinct = distinct_weights(proofs)
     return RewriteReport(

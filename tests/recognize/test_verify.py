@@ -52,7 +52,7 @@ def test_a_wrong_proof_is_found_by_a_process(source: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(module, "recognize", bent)
     report = rewrite(source, source.parent / "out.onnx", verify=True)
-    assert [proof.site.name for proof, _ in report.rewritten] == ["MatMul0"]
+    assert report.rewritten == ()
     assert [refusal.node for refusal in report.differing] == ["MatMul1"]
     assert "differ between onnx.reference and the proof" in report.differing[0].reason
 
