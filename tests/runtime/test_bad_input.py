@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from onnx import parser
 
 from lut4tool.runtime import backend
+from lut4tool.runtime import plan as planning
 from lut4tool.runtime.plan import Unsupported, check
 from lut4tool.runtime.session import Runtime
 
@@ -98,3 +100,43 @@ def test_mutants_run_or_are_refused_in_words(place: str) -> None:
     assert [line for line in lines if line.startswith("fault")] == []
     assert done.returncode == 0, (lines[-1:], done.stderr[-2000:])
     assert lines[-1] == "done 499"
+
+
+CALLS = """<ir_version: 10, opset_import: ["" : 17, "local" : 1]> g (double[N] x) => (double[N] y) { %s }
+<domain: "local", opset_import: ["" : 17]> f (a) => (b) { c = Constant () t = Relu (a) b = Add (t, c) }"""
+
+
+def test_a_constant_of_a_function_is_one_for_all_calls() -> None:
+    proto = parser.parse_model(CALLS % " ".join(f"{'y' if at == 0 else f'y{at}'} = local.f (x)" for at in range(50)))
+    large = onnx.TensorProto(data_type=onnx.TensorProto.DOUBLE, dims=[1 << 17], double_data=[1.0] * (1 << 17))
+    proto.functions[0].node[0].attribute.append(onnx.helper.make_attribute("value", large))
+    tracemalloc.start()
+    runtime = Runtime(proto, device="cpu")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20  # 50 of them are 50 MB
+    assert runtime.run(["y"], {"x": np.ones(1)})[0].shape == (1 << 17,)
+
+
+def test_a_very_long_name_is_abridged_where_it_stands_before_others() -> None:
+    proto = parser.parse_model(CALLS % "y = local.f (x)")
+    one = onnx.numpy_helper.from_array(np.ones(1))
+    proto.functions[0].node[0].attribute.append(onnx.helper.make_attribute("value", one))
+    proto.graph.node[0].name = "n" * (1 << 20)
+    names = [step.name for step in Runtime(proto, device="cpu").plan.steps()]
+    assert names
+    assert all(len(name) < 1100 and name.startswith("nnn") for name in names)
+
+
+def test_what_is_computed_while_planning_takes_no_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large constants that a small file asks for: some are made once, the others at each run."""
+    monkeypatch.setattr(planning, "ROOM", 5 << 19)
+    each = "t{0} = ConstantOfShape <value = float[1] {{2.0}}> (s) y{0} = Add (x, t{0})"
+    nodes = " ".join(each.format(at) for at in range(9))
+    outputs = ", ".join(f"float[N] y{at}" for at in range(9))
+    text = f"g (float[1] x) => ({outputs}) <int64[1] s = {{131072}}> {{ {nodes} }}"
+    runtime = Runtime(model(text), device="cpu")
+    made = [step for step in runtime.plan.steps() if step.operator.name == "ConstantOfShape"]
+    assert len(made) == 4  # of half a MB each, five have room
+    for y in runtime.run(None, {"x": np.ones(1, np.float32)}):
+        assert (y.size, y.min(), y.max()) == (131072, 3, 3)
