@@ -3,7 +3,7 @@
 A dense weight never exists: one row of x is multiplied by weights that live in registers (gemv), more rows by panels
 that are decoded into cache, as floats (tile) or, where the machine has a matrix unit for bytes, as digits of 8 bits
 (digits). float32 is within 2^-21 * sum |x||w| of exact, whatever the data; halves are computed in float32 from weights
-rounded as proved, and rounded once.
+rounded as proved, and rounded once: bfloat16 by a matrix unit where the machine has one (bf16).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from lut4tool import native
-from lut4tool.formats import Lookup4Weight, QmmWeight, decode
+from lut4tool.formats import FLOAT_DTYPES, Lookup4Weight, QmmWeight, decode
 from lut4tool.kernels import KernelError, thresholds
 
 KERNELS = ("gemv", "tile")
@@ -49,12 +49,23 @@ def available() -> bool:
         x, y = np.ones((rows, 32), np.float32), np.empty((rows, 32), np.float32)
         native.Matrix(probe).multiply(x, y, kernel)
         if not np.array_equal(y, x @ decode(probe).transpose(perm)):  # sums of small halves: exact in any order
-            warnings.warn(
-                f"lut4tool's {kernel} kernel for {describe()} gives wrong products here, so slower ones serve",
-                stacklevel=2,
-            )
-            return False
+            return _found_wrong(kernel)
+    for perm in ((0, 1), (1, 0)):
+        probe = Lookup4Weight(
+            packed, scales, np.arange(16, dtype=np.float32), 32, 32, 32, perm, weight_dtype="bfloat16"
+        )
+        half = np.empty((17, 32), FLOAT_DTYPES["bfloat16"])
+        exact = np.ones((17, 32), np.float32) @ decode(probe).astype(np.float32).transpose(perm)
+        if native.Matrix(probe).multiply_bf16(np.ones_like(half), half) and np.any(half != exact.astype(half.dtype)):
+            return _found_wrong("bf16")
     return True
+
+
+def _found_wrong(kernel: str) -> bool:
+    warnings.warn(
+        f"lut4tool's {kernel} kernel for {describe()} gives wrong products here, so slower ones serve", stacklevel=3
+    )
+    return False
 
 
 def missing() -> str:
@@ -98,10 +109,11 @@ def matrix_of(weight: Lookup4Weight | QmmWeight) -> native.Matrix:
     return matrix
 
 
-def pick(rows: int, weight: Lookup4Weight | QmmWeight) -> str:
+def pick(rows: int, weight: Lookup4Weight | QmmWeight, dtype: str = "float32") -> str:
     """Name the kernel for a number of rows of x; "digits" are floats where the weight's layout is nothing for them."""
     along_n = isinstance(weight, Lookup4Weight) and tuple(weight.perm) == (0, 1)
-    group = ("W [K, N]" if along_n else "W [N, K]") + (", amx" if describe() == "amx" else "")
+    half = ", bfloat16" if dtype == "bfloat16" and matrix_of(weight).serves_bf16 else ""
+    group = ("W [K, N]" if along_n else "W [N, K]") + half + (", amx" if describe() == "amx" else "")
     name = thresholds.pick("cpu", group, rows)
     return "tile" if name == "gemv" and not matrix_of(weight).serves_gemv else name
 
@@ -109,9 +121,14 @@ def pick(rows: int, weight: Lookup4Weight | QmmWeight) -> str:
 def _product(x: Any, weight: Lookup4Weight | QmmWeight, columns: int, kernel: str | None) -> Any:
     if isinstance(x, mx.array):
         wide = np.array(x.astype(mx.float32), copy=False)
-        return mx.array(_float32_product(wide, weight, columns, kernel)).astype(x.dtype)
+        y = _product(wide.astype(FLOAT_DTYPES[_MLX_FLOAT[x.dtype]], copy=False), weight, columns, kernel)
+        return mx.array(y.astype(np.float32, copy=False)).astype(x.dtype)
     if x.dtype == np.float32:
         return _float32_product(x, weight, columns, kernel)
+    if (kernel or pick(len(x), weight, x.dtype.name)) == "bf16":
+        y = np.empty((len(x), columns), x.dtype)
+        if matrix_of(weight).multiply_bf16(x, y):
+            return y
     y = _float32_product(x.astype(np.float32), weight, columns, kernel)
     with np.errstate(over="ignore"):
         return y.astype(x.dtype)

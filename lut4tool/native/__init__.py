@@ -124,6 +124,20 @@ class Matrix:
         """Whether rows and blocks begin at multiples of 32 elements, which gemv needs."""
         return bool(self._matrix.serves_gemv())
 
+    @property
+    def serves_bf16(self) -> bool:
+        """Whether multiply_bf16 is for this machine and weight: rounded to bfloat16, and served by gemv."""
+        return bool(self._matrix.serves_bf16())
+
+    def multiply_bf16(self, x: np.ndarray, out: np.ndarray, threads: int = 0) -> bool:
+        """Write x [M, K] times the matrix into out [M, N], both bfloat16 and C-contiguous, as product_bf16.cpp says.
+
+        threads: at most so many; 0 means thread_count(). Returns whether out was made: not where serves_bf16 is false,
+        nor where a value may be too small for the unit, nor where a result is not finite though its row of x is.
+        """
+        bits = np.ascontiguousarray(x).view(np.uint16)
+        return bool(self._matrix.multiply_bf16(bits, out.view(np.uint16), threads or thread_count()))
+
     def kernel(self, rows: int) -> str:
         """Return "gemv" or "tile", the kernel that multiplies so many rows of x unless told otherwise."""
         return str(self._matrix.kernel(rows))

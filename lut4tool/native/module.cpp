@@ -11,6 +11,7 @@
 #include "decode.h"
 #include "pages.h"
 #include "product.h"
+#include "product_bf16.h"
 
 namespace nb = nanobind;
 using namespace lut4tool;
@@ -161,6 +162,21 @@ const char *multiply_rows(const Matrix &matrix, const Rows &x, const RowsOut &y,
     return name_of(multiply(weight, values, M, out, chosen, threads));
 }
 
+using HalfRows = nb::ndarray<const std::uint16_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using HalfRowsOut = nb::ndarray<std::uint16_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+bool multiply_bf16_rows(const Matrix &matrix, const HalfRows &x, const HalfRowsOut &y, unsigned threads) {
+    const Packed4 &weight = matrix.weight;
+    check(x.shape(1) == weight.depth() && y.shape(1) == weight.outputs() && x.shape(0) == y.shape(0),
+          "x must be [M, K] and y [M, N] for this weight");
+    if (!serves_bf16(weight)) return false;
+    const std::uint16_t *values = x.data();
+    std::uint16_t *out = y.data();
+    const std::size_t M = x.shape(0);
+    nb::gil_scoped_release release;
+    return multiply_bf16(weight, values, M, out, threads);
+}
+
 }  // namespace
 
 namespace lut4tool {
@@ -182,6 +198,8 @@ NB_MODULE(_native, m) {
         .def("kernel", [](const Matrix &matrix, std::size_t M) {
             return name_of(chosen_kernel(matrix.weight, M));
         })
+        .def("serves_bf16", [](const Matrix &matrix) { return serves_bf16(matrix.weight); })
+        .def("multiply_bf16", &multiply_bf16_rows, nb::arg("x").noconvert(), nb::arg("y").noconvert(), nb::arg("threads") = 1)
         .def("multiply", &multiply_rows, nb::arg("x").noconvert(), nb::arg("y").noconvert(), nb::arg("kernel") = "",
              nb::arg("threads") = 1);
     m.def("lookup4_matrix", &lookup4_matrix, nb::arg("packed"), nb::arg("scales"), nb::arg("codebook").noconvert(),
