@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from build_affine import build_affine
 from differences import compare
 from forms_affine import AFFINE_FORMS, make_affine
 from rewriting import run_onnxruntime, run_reference
 from test_forms import only_proof, same_bits, wrong
 
+from build import build
 from lut4tool.formats import decode_qmm
 from lut4tool.recognize.layout import Layout
 from lut4tool.recognize.witness import WitnessMismatch, check
@@ -89,3 +91,15 @@ def test_a_zero_point_that_is_no_byte_leaves_its_site(points: int) -> None:
     report = rewrite_model(built.model, TENSORS)
     assert (report.rewritten, report.differing) == ((), ())
     assert f"zero point {points} of codes from 0 to 15 is not 0 to 255" in report.refused[0].reason
+
+
+@pytest.mark.parametrize("block", [2, 6, 24, 48, 100])
+@pytest.mark.parametrize("chain", ["dequantize", "nibbles", "arithmetic"])
+def test_any_even_block(chain: str, block: int) -> None:
+    """Blocks are powers of two in com.microsoft's operators only."""
+    built = build_affine(chain=chain, block=block, k=2 * block + 2, n=3)
+    ((proof, witness),) = rewrite_model(built.model, TENSORS).rewritten
+    assert (proof.block_size, witness and witness.all) == (block, True)
+    lookup = build(rows=5, cols=block + 3, block=block)
+    ((proof, witness),) = rewrite_model(lookup.model, TENSORS).rewritten
+    assert (proof.block_size, witness and witness.all) == (block, True)
