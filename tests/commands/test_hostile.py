@@ -106,9 +106,9 @@ def test_a_bus_error_elsewhere_still_ends_the_process(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGBUS, done.stderr
 
 
-#: Those of a second and more.
-SLOW = ("1,000,000 attributes", "functions_that_call_two_with_a_chain")
-#: Megabytes of a process that read all these models, imports included; the million attributes take more.
+#: Those of more than a few seconds.
+SLOW = ("functions_that_call_two_with_a_chain",)
+#: Megabytes of a process that reads all these models, of up to 18 MB, one after the other, imports included.
 PEAK = 700
 
 
@@ -181,7 +181,7 @@ def test_what_is_refused_is_the_harm(said: dict[tuple[str, str], Any], name: str
 def test_a_large_hostile_model(tmp_path: Path, name: str) -> None:
     for answer in ask(tmp_path, [name]).values():
         check(name, answer)
-        assert answer["peak"] < 3 * PEAK
+        assert answer["peak"] < PEAK
 
 
 # Places
