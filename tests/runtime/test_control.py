@@ -179,7 +179,9 @@ def test_a_loop_without_scan_outputs_takes_no_memory_for_its_iterations() -> Non
 def test_scan_outputs_are_refused_where_they_would_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "memory", lambda: 1 << 16)
     feeds = {"m": np.array(1 << 40), "x": np.ones(4, np.float32)}
-    with pytest.raises(RunError, match=r"\(Loop\) failed.*would take 65.5 KB after 16384 iterations, more than half of"):
+    with pytest.raises(
+        RunError, match=r"\(Loop\) failed.*would take 65.5 KB after 16384 iterations, more than half of"
+    ):
         Runtime(model(STEPS), device="cpu").run(None, feeds)
 
 
