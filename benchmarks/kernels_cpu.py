@@ -134,13 +134,13 @@ def write_thresholds(seconds: float) -> None:
     from lut4tool import native
     from lut4tool.kernels import thresholds
 
-    first = native.product_instruction_set()
     lines = []
     for group, most in thresholds.MOST_ROWS["cpu"].items():
-        if group.endswith("amx") and first != "amx":
-            print(f"{group}: kept, this machine has none")
+        try:
+            native._native.use_instruction_set(group.split(", ")[-1])
+        except ValueError as error:
+            print(f"{group}: kept, {error}")
         else:
-            native._native.use_instruction_set("avx512" if first == "amx" and not group.endswith("amx") else first)
             for kernel, following in itertools.pairwise(most):
                 most[kernel] = crossing(group, kernel, following, seconds)
         limits = ", ".join(f'"{name}": {"1 << 62" if rows == 1 << 62 else rows}' for name, rows in most.items())

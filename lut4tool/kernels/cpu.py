@@ -113,8 +113,8 @@ def pick(rows: int, weight: Lookup4Weight | QmmWeight, dtype: str = "float32") -
     """Name the kernel for a number of rows of x; "digits" are floats where the weight's layout is nothing for them."""
     along_n = isinstance(weight, Lookup4Weight) and tuple(weight.perm) == (0, 1)
     half = ", bfloat16" if dtype == "bfloat16" and matrix_of(weight).serves_bf16 else ""
-    group = ("W [K, N]" if along_n else "W [N, K]") + half + (", amx" if describe() == "amx" else "")
-    name = thresholds.pick("cpu", group, rows)
+    timed = describe() if describe() in ("amx", "avx512") else "avx2"  # other sets have vectors as short, or shorter
+    name = thresholds.pick("cpu", f"W {'[K, N]' if along_n else '[N, K]'}{half}, {timed}", rows)
     return "tile" if name == "gemv" and not matrix_of(weight).serves_gemv else name
 
 

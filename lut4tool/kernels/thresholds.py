@@ -10,12 +10,14 @@ from __future__ import annotations
 
 MOST_ROWS: dict[str, dict[str, dict[str, int]]] = {
     "cpu": {
-        "W [N, K], amx": {"gemv": 3, "tile": 8, "digits": 1 << 62},
+        "W [N, K], amx": {"gemv": 3, "tile": 12, "digits": 1 << 62},
         "W [N, K], bfloat16, amx": {"bf16": 1 << 62},
-        "W [N, K]": {"gemv": 3, "tile": 1 << 62},
-        "W [K, N], amx": {"gemv": 4, "tile": 20, "digits": 1 << 62},
+        "W [N, K], avx512": {"gemv": 4, "tile": 1 << 62},
+        "W [N, K], avx2": {"gemv": 2, "tile": 1 << 62},
+        "W [K, N], amx": {"gemv": 5, "tile": 24, "digits": 1 << 62},
         "W [K, N], bfloat16, amx": {"bf16": 1 << 62},
-        "W [K, N]": {"gemv": 4, "tile": 1 << 62},
+        "W [K, N], avx512": {"gemv": 4, "tile": 1 << 62},
+        "W [K, N], avx2": {"gemv": 3, "tile": 1 << 62},
     },
     "metal": {"half": {"gemv": 8, "tile": 256}, "float32": {"gemv": 8, "tile": 1 << 62}},
 }

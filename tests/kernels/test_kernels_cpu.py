@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from test_kernels import runtime_of
 
 from lut4tool import formats, native
-from lut4tool.kernels import cpu, reference
+from lut4tool.kernels import cpu, reference, thresholds
 from lut4tool.runtime import RunError
 from tests.products import (
     ADVERSARIES,
@@ -251,6 +251,13 @@ def test_one_row_is_gemv_and_more_are_a_tile() -> None:
     assert [aligned.kernel(m) for m in (0, 1, 2, 512)] == ["tile", "gemv", "tile", "tile"]
     assert ragged.kernel(1) == "tile"
     assert (aligned.serves_gemv, ragged.serves_gemv) == (True, False)
+
+
+@pytest.mark.parametrize(("perm", "layout"), [((0, 1), "W [K, N]"), ((1, 0), "W [N, K]")])
+def test_each_instruction_set_has_thresholds_of_its_own(perm: tuple[int, int], layout: str, isa: str) -> None:
+    weight = lookup4(64, 96, 32, perm=perm)
+    most = thresholds.MOST_ROWS["cpu"][f"{layout}, {isa if isa in ('amx', 'avx512') else 'avx2'}"]
+    assert [cpu.pick(rows, weight) for rows in (1, most["gemv"], most["gemv"] + 1)] == ["gemv", "gemv", "tile"]
 
 
 @pytest.mark.parametrize("kernel", ["gemv", "tile"])
