@@ -17,7 +17,6 @@ import numpy as np
 
 from lut4tool.errors import Lut4Error
 from lut4tool.formats import CODEBOOKS, Lookup4Weight
-from lut4tool.storage import check_file
 
 _CHUNK_ELEMENTS = 1 << 20
 
@@ -49,7 +48,8 @@ def load_codebook(codebook: str | os.PathLike[str] | np.ndarray) -> np.ndarray:
 def _read_codebook(path: Path) -> tuple[Any, str]:
     """Read the numbers of a codebook file; also return what an error calls it."""
     what = f"codebook file {path}"
-    check_file(path, "a .npy, .json or .txt file of 16 numbers")
+    if path.exists() and not (path.is_file() or path.is_dir()):  # opening a pipe waits
+        raise ProduceError(f"{what} is not a regular file")
     try:
         if path.suffix == ".npy":
             return np.load(path, allow_pickle=False), what

@@ -417,6 +417,22 @@ CASES["a permutation that its caller gives as a graph"] = lambda: given(
 
 
 @case
+def a_concat_of_nothing() -> onnx.ModelProto:
+    return model([helper.make_node("Concat", [], ["y"], axis=0)])
+
+
+@case
+def a_product_of_constant_bytes_and_a_sequence() -> onnx.ModelProto:
+    nodes = [
+        helper.make_node("Cast", ["w"], ["c"], to=TensorProto.FLOAT),
+        helper.make_node("SequenceEmpty", [], ["s"]),
+        helper.make_node("Mul", ["c", "s"], ["m"]),
+        helper.make_node("MatMul", ["x", "m"], ["y"]),
+    ]
+    return model(nodes, [tensor([6, 4], TensorProto.INT8, raw=bytes(24))])
+
+
+@case
 def an_output_that_maps_nothing() -> onnx.ModelProto:
     made = model([helper.make_node("Identity", ["x"], ["y"])])
     made.graph.output[0].type.map_type.SetInParent()

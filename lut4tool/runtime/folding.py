@@ -28,6 +28,8 @@ _MOVING = ("Concat", "Reshape", "Slice", "Squeeze", "Unsqueeze")
 def quantized(site: Site, constants: Sequence[Constant]) -> Quantized | None:
     """The float32 matrix that DequantizeLinear, or Cast and then Mul, makes of constant bytes; None for other nodes."""
     kind = site.node.op_type if site.domain == "" and len(site.outputs) == 1 else ""
+    if any(constant.quantized is None and not isinstance(constant.value, np.ndarray) for constant in constants):
+        return None
     if kind == "Mul" and len(constants) == 2:
         for bytes_, scale in (constants, constants[::-1]):
             plain = bytes_.quantized is not None and bytes_.quantized.scale is None and bytes_.quantized.zero is None
@@ -62,7 +64,7 @@ def widens(site: Site, constants: Sequence[Constant]) -> bool:
     """Whether a node's result is a float weight of at most WIDENED times the bytes that it is stored in."""
     kind = site.node.op_type if site.domain == "" else ""
     arrays = [constant.value for constant in constants]
-    if kind not in (*_WIDENING, *_MOVING) or not all(isinstance(array, np.ndarray) for array in arrays):
+    if kind not in (*_WIDENING, *_MOVING) or {isinstance(array, np.ndarray) for array in arrays} != {True}:
         return False
     if kind in _MOVING:
         item = arrays[0].dtype.itemsize if arrays[0].dtype.kind == "f" else 0
