@@ -154,7 +154,7 @@ def crossing(group: str, kernel: str, following: str, seconds: float) -> int:
     """Up to how many rows of x a kernel costs no more than the next one."""
     most = 0
     for rows in (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 24, 28, 32, 48):
-        own, other = costs(rows, (kernel, following), group.startswith("W [N, K]"), seconds)
+        own, other = costs(rows, (kernel, following), group, seconds)
         print(f"{group}, M {rows:2}: {kernel} {own:8.2f} ms, {following} {other:8.2f} ms", flush=True)
         if own > other:
             break
@@ -162,24 +162,26 @@ def crossing(group: str, kernel: str, following: str, seconds: float) -> int:
     return most
 
 
-def costs(rows: int, kernels: tuple[str, ...], transposed: bool, seconds: float) -> list[float]:
+def costs(rows: int, kernels: tuple[str, ...], group: str, seconds: float) -> list[float]:
     """The least milliseconds of processor time of each kernel, in turns, at the first shape."""
     import numpy as np
 
-    from lut4tool import formats, native
+    from lut4tool import formats
+    from lut4tool.kernels import cpu
 
     n, k = SHAPES[0]
     rng = np.random.default_rng(0)
     packed, scales = rng.integers(0, 256, n * k // 2, dtype=np.uint8), rng.random(n * k // 64, np.float32)
-    sizes, perm = ((n, k), (1, 0)) if transposed else ((k, n), (0, 1))
-    matrix = native.Matrix(formats.Lookup4Weight(packed, scales, formats.NF4, *sizes, 64, perm))
-    x, y = rng.standard_normal((rows, k)).astype(np.float32), np.empty((rows, n), np.float32)
+    sizes, perm = ((n, k), (1, 0)) if group.startswith("W [N, K]") else ((k, n), (0, 1))
+    dtype = "bfloat16" if "bfloat16" in group else "float32"
+    weight = formats.Lookup4Weight(packed, scales, formats.NF4, *sizes, 64, perm, weight_dtype=dtype)
+    x = rng.standard_normal((rows, k)).astype(formats.FLOAT_DTYPES[dtype])
     least = dict.fromkeys(kernels, float("inf"))
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for kernel in kernels:
             start = time.process_time()
-            matrix.multiply(x, y, kernel)
+            cpu.lookup4_matmul(x, weight, kernel)
             least[kernel] = min(least[kernel], 1e3 * (time.process_time() - start))
     return list(least.values())
 

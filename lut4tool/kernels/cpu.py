@@ -125,10 +125,12 @@ def _product(x: Any, weight: Lookup4Weight | QmmWeight, columns: int, kernel: st
         return mx.array(y.astype(np.float32, copy=False)).astype(x.dtype)
     if x.dtype == np.float32:
         return _float32_product(x, weight, columns, kernel)
-    if (kernel or pick(len(x), weight, x.dtype.name)) == "bf16":
+    kernel = kernel or pick(len(x), weight, x.dtype.name)
+    if kernel == "bf16":
         y = np.empty((len(x), columns), x.dtype)
         if matrix_of(weight).multiply_bf16(x, y):
             return y
+        kernel = None
     y = _float32_product(x.astype(np.float32), weight, columns, kernel)
     with np.errstate(over="ignore"):
         return y.astype(x.dtype)

@@ -11,11 +11,11 @@ from __future__ import annotations
 MOST_ROWS: dict[str, dict[str, dict[str, int]]] = {
     "cpu": {
         "W [N, K], amx": {"gemv": 3, "tile": 12, "digits": 1 << 62},
-        "W [N, K], bfloat16, amx": {"bf16": 1 << 62},
+        "W [N, K], bfloat16, amx": {"gemv": 1, "bf16": 1 << 62},
         "W [N, K], avx512": {"gemv": 4, "tile": 1 << 62},
         "W [N, K], avx2": {"gemv": 2, "tile": 1 << 62},
         "W [K, N], amx": {"gemv": 5, "tile": 24, "digits": 1 << 62},
-        "W [K, N], bfloat16, amx": {"bf16": 1 << 62},
+        "W [K, N], bfloat16, amx": {"gemv": 2, "bf16": 1 << 62},
         "W [K, N], avx512": {"gemv": 4, "tile": 1 << 62},
         "W [K, N], avx2": {"gemv": 3, "tile": 1 << 62},
     },

@@ -31,15 +31,28 @@ using Bf16 = std::uint16_t;
 #define INLINE inline __attribute__((always_inline))
 #define COMPILER_BARRIER() asm volatile("" : : : "memory")  // the tile intrinsics do not say what they read and write
 
-constexpr size_t L = 16;                                // rows of x of a tile, and outputs of a group
-constexpr size_t STEP = 32, RUN = 2 * STEP;             // values of a tile's row; of a row of two tiles
-constexpr size_t PANEL_DEPTH = 256, STEPS = PANEL_DEPTH / STEP;
-constexpr size_t TILE = L * STEP, TILES = STEPS * TILE;  // values of a tile; of the tiles of a panel of x
-constexpr size_t APART = TILES + STEP;                  // of the panels of groups: not a power of two, see product_kernels.h
-constexpr size_t SUMS = L * L;
-constexpr size_t GROUPS = 8, UNIT = GROUPS * L;         // of outputs, whose panels are decoded at a time: a line of a row along N
+constexpr size_t L = 16;                       // rows of x of a tile, and outputs of a group
+constexpr size_t STEP = 32, RUN = 2 * STEP;    // values of a tile's row; of a row of two tiles
+constexpr size_t TILE = L * STEP, SUMS = L * L;  // values of a tile
 constexpr size_t ROWS_AT_A_TIME = 512;                  // of x, whose panel stays near
 constexpr size_t ELEMENTS_A_PIECE = size_t(1) << 18;    // of a weight, below which another thread costs more than it saves
+
+// Outputs whose panels are decoded at a time, in groups, and the depth of a panel: rows along N are read in runs that are
+// the longer the better, so many outputs at a time where their sums take little room.
+struct Unit {
+    size_t groups, depth;
+
+    Unit(bool along_k, size_t tiles, size_t outputs, size_t threads) {
+        if (along_k) {
+            groups = tiles == 1 ? 8 : 16, depth = tiles == 1 ? 512 : 256;
+        } else {
+            groups = tiles == 1 ? 128 : 32, depth = tiles == 1 ? 64 : 128;
+        }
+        while (groups > 8 && groups * L * threads * 2 > outputs) groups /= 2;
+    }
+    size_t outputs() const { return groups * L; }
+    size_t apart() const { return depth * L + STEP; }  // of groups' panels: not a power of two, see product_kernels.h
+};
 
 // Exponents, as float32 has them, of operands none of whose products and sums are subnormal: see above.
 constexpr std::uint32_t LEAST_EXPONENTS = 127 + 127 - 126 + 14;
@@ -55,7 +68,7 @@ struct Smallest {
     static Smallest of_floats(std::uint32_t least) { return {least == ~0u ? 0xffu : (least + 1) >> 24}; }
 };
 
-// ---- x: [panel][tile][step], a tile's values [pair of the depth][row][2] where weights lie along K, else [row][value] ----
+// ---- x: [tile][step], a tile's values [pair of the depth][row][2] where weights lie along K, else [row][value] ----
 
 struct Rows {
     const Bf16 *x;
@@ -63,7 +76,8 @@ struct Rows {
     Bf16 *values;
     std::vector<std::uint8_t> finite;  // a row
 
-    Bf16 *panel(size_t panel, size_t tile) const { return values + (panel * tiles + tile) * TILES; }
+    size_t apart() const { return (depth + RUN - 1) / RUN * RUN * L + STEP; }
+    Bf16 *at(size_t tile, size_t k) const { return values + tile * apart() + k * L; }
 };
 
 // A run's values as pairs of what a lookup of its low nibbles gives, and of its high ones.
@@ -90,7 +104,7 @@ Bf16 pack_tile(Rows &rows, size_t tile, bool along_k, bool high_nibble_first) {
                 const Bf16 twice = Bf16(run[i] << 1);
                 most = std::max(most, twice), least = std::min(least, Bf16(twice - 1));
             }
-            Bf16 *out = rows.panel(k0 / PANEL_DEPTH, tile) + k0 % PANEL_DEPTH / STEP * TILE;
+            Bf16 *out = rows.at(tile, k0);
             if (along_k) {
                 auto *pairs = reinterpret_cast<std::uint32_t *>(out) + r;
                 pairs_of_run(run, high_nibble_first, pairs, pairs + TILE / 2);
@@ -179,26 +193,30 @@ INLINE void decode_row(Books &books, size_t n, size_t k0, size_t count, Bf16 *ou
     }
 }
 
+// A unit's panels; the next ones lie `next` bytes on.
 template <bool ONE_BLOCK>
-void decode_along_k(Books &books, size_t column, size_t k0, size_t count, Bf16 *panels) {
+void decode_along_k(Books &books, const Unit &unit, size_t column, size_t k0, size_t count, std::ptrdiff_t next, Bf16 *panels) {
     const Packed4 &weight = books.weight;
-    for (size_t i = 0; i < UNIT; ++i) {
+    for (size_t i = 0; i < unit.outputs(); ++i) {
         const size_t n = std::min(column + i, weight.rows - 1);  // past the last: never stored in y
-        const std::uint8_t *next = weight.packed + (n * weight.stride + k0 + PANEL_DEPTH) / 2;
-        for (size_t line = 0; line < PANEL_DEPTH / 2; line += 64) Lanes::prefetch(next + line);
-        decode_row<ONE_BLOCK>(books, n, k0, count, panels + i / L * APART + i % L * STEP);
+        const std::uint8_t *there = weight.packed + (n * weight.stride + k0) / 2 + next;
+        for (size_t byte = 0; byte < unit.depth / 2; byte += 64) Lanes::prefetch(there + byte);
+        decode_row<ONE_BLOCK>(books, n, k0, count, panels + i / L * unit.apart() + i % L * STEP);
     }
 }
 
 // Rows [k0, k0 + count) along N, in pairs: of each 32 columns a group of those in low nibbles and one of the others.
-void decode_along_n(Books &books, size_t column, size_t chunks, size_t k0, size_t count, Bf16 *panels) {
+void decode_along_n(Books &books, const Unit &unit, size_t column, size_t chunks, size_t k0, size_t count,
+                    std::ptrdiff_t next, Bf16 *panels) {
     const Packed4 &weight = books.weight;
     const __m512i which = _mm512_set1_epi32(16 << 16), nibble = _mm512_set1_epi16(15);  // the second row's are odd
     for (size_t k = 0; k < (count + RUN - 1) / RUN * RUN; k += 2) {
         const size_t flat = (k0 + k) * weight.stride + column;
         const std::uint8_t *first = weight.packed + flat / 2, *second = first + weight.stride / 2;
-        Lanes::prefetch(first + PANEL_DEPTH * weight.stride / 2);
-        Lanes::prefetch(second + PANEL_DEPTH * weight.stride / 2);
+        for (size_t byte = 0; byte < chunks * L; byte += 64) {
+            Lanes::prefetch(first + next + byte);
+            Lanes::prefetch(second + next + byte);
+        }
         size_t blocks[2] = {~size_t(0), ~size_t(0)};
         __m512i table = _mm512_setzero_si512();
         for (size_t c = 0; c < chunks; ++c) {
@@ -224,9 +242,9 @@ void decode_along_n(Books &books, size_t column, size_t chunks, size_t k0, size_
             constexpr int AND_OR = 0xea;  // (a & b) | c
             const __m512i low = _mm512_ternarylogic_epi32(codes, nibble, which, AND_OR);
             const __m512i high = _mm512_or_si512(_mm512_srli_epi16(codes, 4), which);
-            Bf16 *out = panels + 2 * c * APART + k * L;
+            Bf16 *out = panels + 2 * c * unit.apart() + k * L;
             _mm512_store_si512(out, _mm512_permutexvar_epi16(low, table));  // zeros where a row is not there
-            _mm512_store_si512(out + APART, _mm512_permutexvar_epi16(high, table));
+            _mm512_store_si512(out + unit.apart(), _mm512_permutexvar_epi16(high, table));
         }
     }
 }
@@ -247,20 +265,26 @@ void load_shapes() {
 
 constexpr size_t BYTES = 64;  // of a row of any tile
 
+// The tiles of a panel: of groups of weights, and of x, which lie so far apart.
+struct Panel {
+    const Bf16 *w, *x;
+    size_t w_apart, x_apart, steps;
+};
+
 // Add the products of two groups with two tiles of x to their sums. Sums are [output][row of x] of weights along K,
 // [row of x][output] else.
 template <bool ALONG_K>
-void add_two_by_two(const Bf16 *w, const Bf16 *x, size_t steps, float *first, float *second) {
+void add_two_by_two(Panel p, float *first, float *second) {
     COMPILER_BARRIER();
     _tile_loadd(0, first, BYTES);
     _tile_loadd(1, first + SUMS, BYTES);
     _tile_loadd(2, second, BYTES);
     _tile_loadd(3, second + SUMS, BYTES);
-    for (size_t s = 0; s < steps; ++s, w += TILE, x += TILE) {
-        _tile_loadd(4, w, BYTES);
-        _tile_loadd(6, x, BYTES);
-        _tile_loadd(7, x + TILES, BYTES);
-        _tile_loadd(5, w + APART, BYTES);
+    for (size_t s = 0; s < p.steps; ++s, p.w += TILE, p.x += TILE) {
+        _tile_loadd(4, p.w, BYTES);
+        _tile_loadd(6, p.x, BYTES);
+        _tile_loadd(7, p.x + p.x_apart, BYTES);
+        _tile_loadd(5, p.w + p.w_apart, BYTES);
         if constexpr (ALONG_K) {
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
@@ -282,17 +306,17 @@ void add_two_by_two(const Bf16 *w, const Bf16 *x, size_t steps, float *first, fl
 
 // The same of four groups, whose sums lie so far apart, with one tile of x.
 template <bool ALONG_K>
-void add_four_by_one(const Bf16 *w, const Bf16 *x, size_t steps, float *sums, size_t apart) {
+void add_four_by_one(Panel p, float *sums, size_t apart) {
     COMPILER_BARRIER();
     _tile_loadd(0, sums, BYTES);
     _tile_loadd(1, sums + apart, BYTES);
     _tile_loadd(2, sums + 2 * apart, BYTES);
     _tile_loadd(3, sums + 3 * apart, BYTES);
-    for (size_t s = 0; s < steps; ++s, w += TILE, x += TILE) {
-        _tile_loadd(7, x, BYTES);
-        _tile_loadd(4, w, BYTES);
-        _tile_loadd(5, w + APART, BYTES);
-        _tile_loadd(6, w + 2 * APART, BYTES);
+    for (size_t s = 0; s < p.steps; ++s, p.w += TILE, p.x += TILE) {
+        _tile_loadd(7, p.x, BYTES);
+        _tile_loadd(4, p.w, BYTES);
+        _tile_loadd(5, p.w + p.w_apart, BYTES);
+        _tile_loadd(6, p.w + 2 * p.w_apart, BYTES);
         if constexpr (ALONG_K) {
             _tile_dpbf16ps(0, 4, 7);
             _tile_dpbf16ps(1, 5, 7);
@@ -302,7 +326,7 @@ void add_four_by_one(const Bf16 *w, const Bf16 *x, size_t steps, float *sums, si
             _tile_dpbf16ps(1, 7, 5);
             _tile_dpbf16ps(2, 7, 6);
         }
-        _tile_loadd(4, w + 3 * APART, BYTES);
+        _tile_loadd(4, p.w + 3 * p.w_apart, BYTES);
         if constexpr (ALONG_K) {
             _tile_dpbf16ps(3, 4, 7);
         } else {
@@ -318,17 +342,17 @@ void add_four_by_one(const Bf16 *w, const Bf16 *x, size_t steps, float *sums, si
 
 // Add a panel's products with all rows of x to sums [group][tile].
 template <bool ALONG_K>
-void add_panel(const Rows &rows, size_t panel, size_t steps, const Bf16 *weights, float *sums) {
-    const size_t apart = rows.tiles * SUMS;
-    for (size_t g = 0; g < GROUPS; g += 2) {
-        const Bf16 *w = weights + g * APART;
-        float *of = sums + g * apart;
+void add_panel(const Rows &rows, const Unit &unit, size_t k0, size_t steps, const Bf16 *weights, float *sums) {
+    const size_t apart = rows.tiles * SUMS, last = rows.tiles - 1;
+    Panel panel{weights, nullptr, unit.apart(), rows.apart(), steps};
+    for (size_t g = 0; g < unit.groups; g += 2, panel.w += 2 * unit.apart(), sums += 2 * apart) {
         for (size_t t = 0; t + 1 < rows.tiles; t += 2) {
-            add_two_by_two<ALONG_K>(w, rows.panel(panel, t), steps, of + t * SUMS, of + apart + t * SUMS);
+            panel.x = rows.at(t, k0);
+            add_two_by_two<ALONG_K>(panel, sums + t * SUMS, sums + apart + t * SUMS);
         }
-        const size_t last = rows.tiles - 1;
         if (rows.tiles % 2 == 1 && g % 4 == 0) {
-            add_four_by_one<ALONG_K>(w, rows.panel(panel, last), steps, of + last * SUMS, apart);
+            panel.x = rows.at(last, k0);
+            add_four_by_one<ALONG_K>(panel, sums + last * SUMS, apart);
         }
     }
 }
@@ -341,11 +365,11 @@ bool all_finite(__m512 values) {
 }
 
 // Round a unit's sums to y -> whether all are finite, in rows of x that are.
-bool store_along_k(const Rows &rows, const float *sums, size_t column, size_t outputs, Bf16 *y) {
+bool store_along_k(const Rows &rows, size_t groups, const float *sums, size_t column, size_t outputs, Bf16 *y) {
     const __m512i down = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(L));
     bool finite = true;
     for (size_t m = 0; m < rows.M; ++m) {
-        for (size_t g = 0; g < GROUPS && column + g * L < outputs; ++g) {
+        for (size_t g = 0; g < groups && column + g * L < outputs; ++g) {
             const size_t n = column + g * L, count = std::min(L, outputs - n);
             const float *from = sums + (g * rows.tiles + m / L) * SUMS + m % L;
             const __mmask16 there = __mmask16((1u << count) - 1);
@@ -357,10 +381,10 @@ bool store_along_k(const Rows &rows, const float *sums, size_t column, size_t ou
     return finite;
 }
 
-bool store_along_n(const Rows &rows, const float *sums, size_t column, size_t outputs, bool high_nibble_first, Bf16 *y) {
+bool store_along_n(const Rows &rows, size_t groups, const float *sums, size_t column, size_t outputs, bool high_nibble_first, Bf16 *y) {
     bool finite = true;
     for (size_t m = 0; m < rows.M; ++m) {
-        for (size_t g = 0; g < GROUPS && column + g * L < outputs; g += 2) {
+        for (size_t g = 0; g < groups && column + g * L < outputs; g += 2) {
             const float *from = sums + (g * rows.tiles + m / L) * SUMS + m % L * L;
             const __m512 low = _mm512_load_ps(from), high = _mm512_load_ps(from + rows.tiles * SUMS);
             finite &= !rows.finite[m] || (all_finite(low) && all_finite(high));
@@ -373,31 +397,36 @@ bool store_along_n(const Rows &rows, const float *sums, size_t column, size_t ou
 }
 
 // The outputs of units [begin, end) -> whether they are right.
-bool multiply_units(const Packed4 &weight, const Rows &rows, Smallest x, Bf16 *y, size_t begin, size_t end) {
+bool multiply_units(const Packed4 &weight, const Rows &rows, const Unit &unit, Smallest x, Bf16 *y, size_t begin, size_t end) {
     static thread_local Scratch<Bf16> panel_scratch;
     static thread_local Scratch<float> sum_scratch;
-    Bf16 *panels = panel_scratch.at_least(GROUPS * APART);
-    float *sums = sum_scratch.at_least(GROUPS * rows.tiles * SUMS);
-    const size_t outputs = weight.outputs();
+    Bf16 *panels = panel_scratch.at_least(unit.groups * unit.apart());
+    float *sums = sum_scratch.at_least(unit.groups * rows.tiles * SUMS);
+    const size_t outputs = weight.outputs(), step = unit.outputs();
     const bool one_block = weight.block_size % RUN == 0 && weight.stride % RUN == 0;
     Books books(weight);
     bool right = true;
     load_shapes();
-    for (size_t column = begin * UNIT; right && column < std::min(end * UNIT, outputs); column += UNIT) {
-        std::memset(sums, 0, GROUPS * rows.tiles * SUMS * sizeof(float));
-        for (size_t k0 = 0; k0 < rows.depth; k0 += PANEL_DEPTH) {
-            const size_t count = std::min(PANEL_DEPTH, rows.depth - k0), steps = (count + RUN - 1) / RUN * 2;
+    for (size_t column = begin * step; right && column < std::min(end * step, outputs); column += step) {
+        std::memset(sums, 0, unit.groups * rows.tiles * SUMS * sizeof(float));
+        for (size_t k0 = 0; k0 < rows.depth; k0 += unit.depth) {
+            const size_t count = std::min(unit.depth, rows.depth - k0), steps = (count + RUN - 1) / RUN * 2;
+            const bool last = k0 + count == rows.depth;  // the next panel is the next unit's
+            const size_t on = weight.along_k ? (last ? step * weight.stride - k0 : unit.depth)
+                                             : (last ? step - k0 * weight.stride : unit.depth * weight.stride);
+            const std::ptrdiff_t next = std::ptrdiff_t(on) / 2;
             if (weight.along_k) {
                 const auto decode = one_block ? decode_along_k<true> : decode_along_k<false>;
-                decode(books, column, k0, count, panels);
-                add_panel<true>(rows, k0 / PANEL_DEPTH, steps, panels, sums);
+                decode(books, unit, column, k0, count, next, panels);
+                add_panel<true>(rows, unit, k0, steps, panels, sums);
             } else {
-                decode_along_n(books, column, (std::min(UNIT, outputs - column) + STEP - 1) / STEP, k0, count, panels);
-                add_panel<false>(rows, k0 / PANEL_DEPTH, steps, panels, sums);
+                decode_along_n(books, unit, column, (std::min(step, outputs - column) + STEP - 1) / STEP, k0, count,
+                               next, panels);
+                add_panel<false>(rows, unit, k0, steps, panels, sums);
             }
         }
-        right = weight.along_k ? store_along_k(rows, sums, column, outputs, y)
-                               : store_along_n(rows, sums, column, outputs, weight.high_nibble_first, y);
+        right = weight.along_k ? store_along_k(rows, unit.groups, sums, column, outputs, y)
+                               : store_along_n(rows, unit.groups, sums, column, outputs, weight.high_nibble_first, y);
         right = right && books.smallest().fits(x);
     }
     _tile_release();
@@ -406,18 +435,20 @@ bool multiply_units(const Packed4 &weight, const Rows &rows, Smallest x, Bf16 *y
 
 bool multiply_rows(const Packed4 &weight, const Bf16 *x, size_t M, Bf16 *y, unsigned threads) {
     static thread_local Scratch<Bf16> scratch;
-    const size_t depth = weight.depth(), tiles = (M + L - 1) / L, panels = (depth + PANEL_DEPTH - 1) / PANEL_DEPTH;
-    Rows rows{x, M, depth, tiles, scratch.at_least(panels * tiles * TILES), std::vector<std::uint8_t>(M)};
+    const size_t depth = weight.depth(), tiles = (M + L - 1) / L;
+    Rows rows{x, M, depth, tiles, nullptr, std::vector<std::uint8_t>(M)};
+    rows.values = scratch.at_least(tiles * rows.apart());
+    const Unit unit(weight.along_k, tiles, weight.outputs(), threads);
     std::vector<Bf16> least(tiles);
     parallel(tiles, M * depth < ELEMENTS_A_PIECE ? 1 : threads, [&](size_t tile) {
         least[tile] = pack_tile(rows, tile, weight.along_k, weight.high_nibble_first);
     });
     const Smallest smallest = Smallest::of_halves(*std::min_element(least.begin(), least.end()));
-    const size_t units = (weight.outputs() + UNIT - 1) / UNIT, worth = weight.outputs() * depth / ELEMENTS_A_PIECE;
+    const size_t units = (weight.outputs() + unit.outputs() - 1) / unit.outputs(), worth = weight.outputs() * depth / ELEMENTS_A_PIECE;
     const size_t pieces = std::max<size_t>(1, std::min({units, worth, size_t(threads) * 8}));
     std::atomic<bool> right{true};
     parallel(pieces, threads, [&](size_t piece) {
-        if (right && !multiply_units(weight, rows, smallest, y, units * piece / pieces, units * (piece + 1) / pieces)) right = false;
+        if (right && !multiply_units(weight, rows, unit, smallest, y, units * piece / pieces, units * (piece + 1) / pieces)) right = false;
     });
     return right;
 }

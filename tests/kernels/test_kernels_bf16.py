@@ -14,7 +14,7 @@ from test_kernels import runtime_of
 
 from lut4tool import formats, native
 from lut4tool.formats import Lookup4Weight, QmmWeight
-from lut4tool.kernels import cpu
+from lut4tool.kernels import cpu, thresholds
 from tests.products import (
     ADVERSARIES,
     DTYPES,
@@ -113,9 +113,11 @@ def test_more_rows_than_are_packed_at_a_time(perm: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("perm", PERMS)
-def test_the_bytes_do_not_depend_on_threads(perm: tuple[int, int]) -> None:
-    weight = weight_of(1024, 2048, outputs_first=perm == (1, 0))
-    x = values("bfloat16", 40, weight.shape[0])
+@pytest.mark.parametrize("m", [3, 40])
+def test_the_bytes_do_not_depend_on_threads(perm: tuple[int, int], m: int) -> None:
+    """Nor on the outputs of a unit, which do."""
+    weight = weight_of(*((4608, 352) if perm == (1, 0) else (352, 4608)), 32, outputs_first=perm == (1, 0))
+    x = values("bfloat16", m, weight.shape[0])
     one = product(x, weight, 1)
     check(one, x, dense(weight))
     np.testing.assert_array_equal(product(x, weight, 2), one)
@@ -256,6 +258,22 @@ def test_mlx_arrays_give_mlx_arrays() -> None:
     y = cpu.lookup4_matmul(mx.array(x.astype(np.float32)).astype(mx.bfloat16), weight)
     assert y.dtype == mx.bfloat16
     np.testing.assert_array_equal(np.array(y.astype(mx.float32)), product(x, weight).astype(np.float32))
+
+
+@pytest.mark.parametrize(("perm", "layout"), [((1, 0), "W [N, K]"), ((0, 1), "W [K, N]")])
+def test_what_it_is_picked_for(perm: tuple[int, int], layout: str) -> None:
+    weight = weight_of(64, 96, 32, outputs_first=perm == (1, 0))
+    most = thresholds.MOST_ROWS["cpu"][f"{layout}, bfloat16, amx"]["gemv"]
+    assert {cpu.pick(rows, weight, "bfloat16") for rows in range(1, most + 1)} == {"gemv"}
+    assert {cpu.pick(rows, weight, "bfloat16") for rows in (most + 1, 16, 128, 5000)} == {"bf16"}
+
+
+@pytest.mark.parametrize("perm", PERMS)
+def test_one_row_is_right_by_either(perm: tuple[int, int]) -> None:
+    weight = weight_of(128, 96, 32, outputs_first=perm == (1, 0))
+    x = values("bfloat16", 1, weight.shape[0])
+    for kernel in ("gemv", "bf16"):
+        check(cpu.lookup4_matmul(x, weight, kernel), x, dense(weight))
 
 
 def test_other_weights_and_types_are_not_for_it() -> None:
