@@ -270,7 +270,7 @@ def _hard_sigmoid(attributes: Mapping[str, Any], sources: list[Any]) -> _Made:
 def _clip(attributes: Mapping[str, Any], sources: list[Any]) -> _Made | None:
     bounds = []
     for name, source, default in zip(("min", "max"), [*sources[1:], None, None][:2], (-inf, inf), strict=True):
-        if isinstance(source, np.ndarray) and source.size == 1:
+        if isinstance(source, np.ndarray) and source.size == 1 and not np.isnan(source).any():
             bounds.append(float(source.reshape(())))
         elif source is None:
             bounds.append(float(attributes.get(name, default)))

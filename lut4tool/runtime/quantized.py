@@ -25,7 +25,7 @@ class Quantized:
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
         """The floats [*indices, N] of some rows. Raises IndexError for an index that there is not."""
-        parts = [None if part is None else part.take(indices, 0) if len(part) > 1 else part for part in self.both]
+        parts = [None if part is None else part.take(indices, 0) if len(part) > 1 else part[0] for part in self.both]
         return _widened(self.matrix.take(indices, 0), *parts)
 
     @property

@@ -308,6 +308,14 @@ def test_not_a_number_goes_through(monkeypatch):
     assert np.array_equal(np.isnan(found), expected) or np.isnan(found).sum() == 8 * 9
 
 
+def test_a_bound_that_is_not_a_number_is_not_fused():
+    proto = model("g (float[N, 6] x) => (float[N, 6] y) { m = Mul(x, half) n = Clip(m, bound) y = Neg(n) }")
+    proto.graph.initializer.append(numpy_helper.from_array(np.float32(np.nan), "bound"))
+    runtime = Runtime(proto, device="cpu")
+    assert fused(runtime) == []
+    assert np.isnan(runtime.run(None, {"x": floats(2, 6)})[0]).all()
+
+
 def test_the_sign_of_nothing_is_kept():
     proto = model("g (float[N, 6] x) => (float[N, 6] y) { m = Mul(x, half) n = Div(m, six) y = Relu(n) }")
     proto.graph.node[2].op_type = "Neg"

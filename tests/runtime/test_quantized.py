@@ -95,6 +95,13 @@ def test_what_is_seen_is_floats():
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("indices", [3, -1, [], [[0, 5, 69]], [[[1]], [[-70]]]], ids=str)
+def test_rows_by_indices_of_any_rank(form, indices):
+    proto, x = model(form, "Gather"), np.array(indices, np.int64)
+    np.testing.assert_array_equal(Runtime(proto, device="cpu").run(None, {"x": x})[0], expected(proto, x)[0])
+
+
 def test_rows_that_are_not_there():
     runtime = Runtime(model("rows", "Gather"), device="cpu")
     with pytest.raises(RunError, match=r"Gather.*70"):
