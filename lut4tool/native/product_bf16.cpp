@@ -35,18 +35,18 @@ constexpr size_t L = 16;                       // rows of x of a tile, and outpu
 constexpr size_t STEP = 32, RUN = 2 * STEP;    // values of a tile's row; of a row of two tiles
 constexpr size_t TILE = L * STEP, SUMS = L * L;  // values of a tile
 constexpr size_t ROWS_AT_A_TIME = 512;                  // of x, whose panel stays near
-constexpr size_t ELEMENTS_A_PIECE = size_t(1) << 18;    // of a weight, below which another thread costs more than it saves
+constexpr size_t ELEMENTS_A_PIECE = size_t(1) << 18;  // of a weight, below which another thread costs more than it saves
 
-// Outputs whose panels are decoded at a time, in groups, and the depth of a panel: rows along N are read in runs that are
-// the longer the better, so many outputs at a time where their sums take little room.
+// Outputs whose panels are decoded at a time, in groups, and the depth of a panel: as measured. Rows along N are read in
+// runs that are the longer the better, so of as many outputs as there is room for their sums.
 struct Unit {
     size_t groups, depth;
 
     Unit(bool along_k, size_t tiles, size_t outputs, size_t threads) {
         if (along_k) {
-            groups = tiles == 1 ? 8 : 16, depth = tiles == 1 ? 512 : 256;
+            groups = tiles == 1 ? 4 : 8, depth = 512;
         } else {
-            groups = tiles == 1 ? 128 : 32, depth = tiles == 1 ? 64 : 128;
+            groups = tiles == 1 ? 128 : tiles <= 8 ? 64 : 32, depth = tiles == 1 ? 64 : 128;
         }
         while (groups > 8 && groups * L * threads * 2 > outputs) groups /= 2;
     }
@@ -237,8 +237,8 @@ void decode_along_n(Books &books, const Unit &unit, size_t column, size_t chunks
                 }
                 rows[1] = _mm_loadu_si128(reinterpret_cast<const __m128i *>(second + c * L));
             }
-            const __m256i pairs = _mm256_set_m128i(_mm_unpackhi_epi8(rows[0], rows[1]), _mm_unpacklo_epi8(rows[0], rows[1]));
-            const __m512i codes = _mm512_cvtepu8_epi16(pairs);
+            const __m128i low_pairs = _mm_unpacklo_epi8(rows[0], rows[1]), high_pairs = _mm_unpackhi_epi8(rows[0], rows[1]);
+            const __m512i codes = _mm512_cvtepu8_epi16(_mm256_set_m128i(high_pairs, low_pairs));
             constexpr int AND_OR = 0xea;  // (a & b) | c
             const __m512i low = _mm512_ternarylogic_epi32(codes, nibble, which, AND_OR);
             const __m512i high = _mm512_or_si512(_mm512_srli_epi16(codes, 4), which);
@@ -304,14 +304,17 @@ void add_two_by_two(Panel p, float *first, float *second) {
     COMPILER_BARRIER();
 }
 
-// The same of four groups, whose sums lie so far apart, with one tile of x.
+// The same of four groups, whose sums lie so far apart, with one tile of x; `begins` and `ends` are false where the sums
+// stay in registers.
 template <bool ALONG_K>
-void add_four_by_one(Panel p, float *sums, size_t apart) {
+void add_four_by_one(Panel p, float *sums, size_t apart, bool begins, bool ends) {
     COMPILER_BARRIER();
-    _tile_loadd(0, sums, BYTES);
-    _tile_loadd(1, sums + apart, BYTES);
-    _tile_loadd(2, sums + 2 * apart, BYTES);
-    _tile_loadd(3, sums + 3 * apart, BYTES);
+    if (begins) {
+        _tile_loadd(0, sums, BYTES);
+        _tile_loadd(1, sums + apart, BYTES);
+        _tile_loadd(2, sums + 2 * apart, BYTES);
+        _tile_loadd(3, sums + 3 * apart, BYTES);
+    }
     for (size_t s = 0; s < p.steps; ++s, p.w += TILE, p.x += TILE) {
         _tile_loadd(7, p.x, BYTES);
         _tile_loadd(4, p.w, BYTES);
@@ -333,10 +336,12 @@ void add_four_by_one(Panel p, float *sums, size_t apart) {
             _tile_dpbf16ps(3, 7, 4);
         }
     }
-    _tile_stored(0, sums, BYTES);
-    _tile_stored(1, sums + apart, BYTES);
-    _tile_stored(2, sums + 2 * apart, BYTES);
-    _tile_stored(3, sums + 3 * apart, BYTES);
+    if (ends) {
+        _tile_stored(0, sums, BYTES);
+        _tile_stored(1, sums + apart, BYTES);
+        _tile_stored(2, sums + 2 * apart, BYTES);
+        _tile_stored(3, sums + 3 * apart, BYTES);
+    }
     COMPILER_BARRIER();
 }
 
@@ -352,7 +357,9 @@ void add_panel(const Rows &rows, const Unit &unit, size_t k0, size_t steps, cons
         }
         if (rows.tiles % 2 == 1 && g % 4 == 0) {
             panel.x = rows.at(last, k0);
-            add_four_by_one<ALONG_K>(panel, sums + last * SUMS, apart);
+            const bool stay = rows.tiles == 1 && unit.groups == 4;
+            const bool begins = !stay || k0 == 0, ends = !stay || k0 + unit.depth >= rows.depth;
+            add_four_by_one<ALONG_K>(panel, sums + last * SUMS, apart, begins, ends);
         }
     }
 }
@@ -366,7 +373,8 @@ bool all_finite(__m512 values) {
 
 // Round a unit's sums to y -> whether all are finite, in rows of x that are.
 bool store_along_k(const Rows &rows, size_t groups, const float *sums, size_t column, size_t outputs, Bf16 *y) {
-    const __m512i down = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(L));
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i down = _mm512_slli_epi32(lanes, 4);  // rows of L sums
     bool finite = true;
     for (size_t m = 0; m < rows.M; ++m) {
         for (size_t g = 0; g < groups && column + g * L < outputs; ++g) {
@@ -381,7 +389,8 @@ bool store_along_k(const Rows &rows, size_t groups, const float *sums, size_t co
     return finite;
 }
 
-bool store_along_n(const Rows &rows, size_t groups, const float *sums, size_t column, size_t outputs, bool high_nibble_first, Bf16 *y) {
+bool store_along_n(const Rows &rows, size_t groups, const float *sums, size_t column, size_t outputs, bool high_nibble_first,
+                   Bf16 *y) {
     bool finite = true;
     for (size_t m = 0; m < rows.M; ++m) {
         for (size_t g = 0; g < groups && column + g * L < outputs; g += 2) {
@@ -397,7 +406,8 @@ bool store_along_n(const Rows &rows, size_t groups, const float *sums, size_t co
 }
 
 // The outputs of units [begin, end) -> whether they are right.
-bool multiply_units(const Packed4 &weight, const Rows &rows, const Unit &unit, Smallest x, Bf16 *y, size_t begin, size_t end) {
+bool multiply_units(const Packed4 &weight, const Rows &rows, const Unit &unit, Smallest x, Bf16 *y, size_t begin,
+                    size_t end) {
     static thread_local Scratch<Bf16> panel_scratch;
     static thread_local Scratch<float> sum_scratch;
     Bf16 *panels = panel_scratch.at_least(unit.groups * unit.apart());
@@ -408,7 +418,9 @@ bool multiply_units(const Packed4 &weight, const Rows &rows, const Unit &unit, S
     bool right = true;
     load_shapes();
     for (size_t column = begin * step; right && column < std::min(end * step, outputs); column += step) {
-        std::memset(sums, 0, unit.groups * rows.tiles * SUMS * sizeof(float));
+        Unit there = unit;  // the last one may have fewer outputs
+        there.groups = std::min(unit.groups, (outputs - column + 4 * L - 1) / (4 * L) * 4);
+        std::memset(sums, 0, there.groups * rows.tiles * SUMS * sizeof(float));
         for (size_t k0 = 0; k0 < rows.depth; k0 += unit.depth) {
             const size_t count = std::min(unit.depth, rows.depth - k0), steps = (count + RUN - 1) / RUN * 2;
             const bool last = k0 + count == rows.depth;  // the next panel is the next unit's
@@ -417,16 +429,16 @@ bool multiply_units(const Packed4 &weight, const Rows &rows, const Unit &unit, S
             const std::ptrdiff_t next = std::ptrdiff_t(on) / 2;
             if (weight.along_k) {
                 const auto decode = one_block ? decode_along_k<true> : decode_along_k<false>;
-                decode(books, unit, column, k0, count, next, panels);
-                add_panel<true>(rows, unit, k0, steps, panels, sums);
+                decode(books, there, column, k0, count, next, panels);
+                add_panel<true>(rows, there, k0, steps, panels, sums);
             } else {
-                decode_along_n(books, unit, column, (std::min(step, outputs - column) + STEP - 1) / STEP, k0, count,
+                decode_along_n(books, there, column, (std::min(step, outputs - column) + STEP - 1) / STEP, k0, count,
                                next, panels);
-                add_panel<false>(rows, unit, k0, steps, panels, sums);
+                add_panel<false>(rows, there, k0, steps, panels, sums);
             }
         }
-        right = weight.along_k ? store_along_k(rows, unit.groups, sums, column, outputs, y)
-                               : store_along_n(rows, unit.groups, sums, column, outputs, weight.high_nibble_first, y);
+        right = weight.along_k ? store_along_k(rows, there.groups, sums, column, outputs, y)
+                               : store_along_n(rows, there.groups, sums, column, outputs, weight.high_nibble_first, y);
         right = right && books.smallest().fits(x);
     }
     _tile_release();
@@ -444,11 +456,13 @@ bool multiply_rows(const Packed4 &weight, const Bf16 *x, size_t M, Bf16 *y, unsi
         least[tile] = pack_tile(rows, tile, weight.along_k, weight.high_nibble_first);
     });
     const Smallest smallest = Smallest::of_halves(*std::min_element(least.begin(), least.end()));
-    const size_t units = (weight.outputs() + unit.outputs() - 1) / unit.outputs(), worth = weight.outputs() * depth / ELEMENTS_A_PIECE;
+    const size_t outputs = weight.outputs(), units = (outputs + unit.outputs() - 1) / unit.outputs();
+    const size_t worth = outputs * depth / ELEMENTS_A_PIECE;
     const size_t pieces = std::max<size_t>(1, std::min({units, worth, size_t(threads) * 8}));
     std::atomic<bool> right{true};
     parallel(pieces, threads, [&](size_t piece) {
-        if (right && !multiply_units(weight, rows, unit, smallest, y, units * piece / pieces, units * (piece + 1) / pieces)) right = false;
+        const size_t begin = units * piece / pieces, end = units * (piece + 1) / pieces;
+        if (right && !multiply_units(weight, rows, unit, smallest, y, begin, end)) right = false;
     });
     return right;
 }
@@ -467,7 +481,8 @@ bool usable() {
 
 bool serves_bf16(const Packed4 &weight) {
     static const bool here = usable();
-    return here && std::strcmp(product_instruction_set(), "amx") == 0 && weight.rounding == Float::bf16 && serves_gemv(weight);
+    const bool asked = std::strcmp(product_instruction_set(), "amx") == 0;
+    return here && asked && weight.rounding == Float::bf16 && serves_gemv(weight);
 }
 
 bool multiply_bf16(const Packed4 &weight, const Bf16 *x, size_t M, Bf16 *y, unsigned threads) {
