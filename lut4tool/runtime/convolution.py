@@ -81,6 +81,11 @@ class Kernels:
             geometry = (1, geometry[0], 1, geometry[1], 0, geometry[2])
         return Placed(whole, self._packed.place((*shape[:2], *size), (*kernel, *geometry), out), zeros)
 
+    @property
+    def packed(self) -> bool:
+        """Whether w and bias are no longer there, as they were packed."""
+        return self._packed is not None
+
     def _pack(self) -> Any:
         w = np.ascontiguousarray(self.w, np.float32)
         bias = None if self.bias is None else np.ascontiguousarray(self.bias, np.float32)

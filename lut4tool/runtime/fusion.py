@@ -70,6 +70,8 @@ class _Follower:
         if planned is None or len(step.outputs) != 1:
             return
         conv = planned.run if isinstance(planned.run, PreparedConv) else None
+        if conv is not None and conv.kernels.packed:  # run while planning, for a result too large to keep
+            return
         fresh = conv is not None or (step.operator.domain == "" and step.operator.name in _FRESH and planned.float32)
         draft = _Draft(step.outputs[0], index)
         if not fresh and not self._begin(draft, index):

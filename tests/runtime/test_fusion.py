@@ -358,6 +358,15 @@ def test_a_filled_weight_is_made_once():
     assert len(session(proto).run(None, IMAGE)[0]) == 2
 
 
+def test_a_convolution_of_constants_whose_result_is_too_large_to_keep(monkeypatch):
+    """Planning has run it, so that its weights are packed; the chain after it is fused without it."""
+    proto = model(
+        "g (float[N, 1, 1, 1] x) => (float[N, 8, H, W] y) { c = Conv(image, w) m = Mul(c, half) y = Add(m, x) }"
+    )
+    proto.graph.initializer.append(numpy_helper.from_array(floats(1, 4, 110, 110), "image"))
+    checked(proto, monkeypatch, {"x": floats(1, 1, 1, 1)}, ["Add"])
+
+
 def test_a_chain_of_many_nodes_is_planned_in_linear_time():
     """20,000 nodes, in chains of four."""
     count = 0
