@@ -244,6 +244,23 @@ def test_scan(attributes: dict[str, Any], x_shape: tuple[int, int], z_shape: tup
     check(proto, {"s": floats(2), "x": floats(*x_shape), "z": floats(*z_shape)})
 
 
+def test_texts_are_scanned_one_by_one() -> None:
+    """Into Scan, where they have different lengths, and out of Scan and Loop, where they have no axes."""
+    proto = model(
+        """g (string[N] x, int64 trips, string start) => (string[N] y, string[N] same, string last, string[M] z) {
+        y, same = Scan <num_scan_inputs=1, body=b (string e) => (string twice, string e2) {
+            twice = StringConcat(e, e) e2 = Identity(e) }> (x)
+        last, z = Loop <body=l (int64 i, bool go, string s) => (bool on, string r, string o) {
+            on = Identity(go) r = StringConcat(s, s) o = StringConcat(s, start) }> (trips, "", start)
+        }""",
+        opset=20,
+    )
+    feeds = {"x": np.array(["a", "bcd", ""], object), "trips": np.array(3), "start": np.array("q", object)}
+    for ours, theirs in zip(Runtime(proto, device="cpu").run(None, feeds), ort(proto, feeds), strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert ours.tolist() == theirs.tolist()
+
+
 def test_scan_inputs_of_different_lengths_are_an_error() -> None:
     runtime = Runtime(scan_model({}, "[A, B]", "[C, D]", "[E, F]"), device="cpu")
     with pytest.raises(RunError, match=r"Scan.*different lengths: \[3, 4\]"):

@@ -201,7 +201,7 @@ def _first(value: Any, axis: int) -> Any:
 
 
 def _at(value: Any, index: int) -> Any:
-    return value[index] if isinstance(value, mx.array) else np.asarray(value[index])
+    return value[index] if isinstance(value, mx.array) else np.asarray(value[index], value.dtype)
 
 
 class Rows:
@@ -265,7 +265,7 @@ def _write(column: np.ndarray, place: int, row: np.ndarray) -> None:
     if row.shape != column.shape[1:] or row.dtype != column.dtype:
         first = f"{column.dtype} {list(column.shape[1:])}"
         raise ValueError(f"a scan output is {row.dtype} {list(row.shape)} in iteration {place}, {first} in the first")
-    column[place] = row
+    column[place, ...] = row  # else an array of no axes would be an element of an array of strings
 
 
 def _empty(kind: onnx.TypeProto, axis: int) -> np.ndarray:
