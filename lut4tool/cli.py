@@ -229,7 +229,7 @@ def rewrite(
             console.print(note)
         if document["rewritten"]:
             verb = "would write" if dry_run else "wrote"
-            console.print(f"{verb} {target}: {tables.sizes(document)}")
+            console.print(f"{verb} {target}: {result.sizes}")
         else:
             console.print("nothing written" if result.differing else "nothing to rewrite; nothing written")
         if report is not None:

@@ -19,6 +19,7 @@ from lut4tool.errors import Lut4Error
 from lut4tool.formats import CODEBOOKS, Lookup4Weight
 
 _CHUNK_ELEMENTS = 1 << 20
+_SUFFIXES = (".npy", ".json", ".txt")
 
 
 class ProduceError(Lut4Error):
@@ -67,8 +68,20 @@ def _read_codebook(path: Path) -> tuple[Any, str]:
         SyntaxError,
         tokenize.TokenError,
     ) as error:
-        raise ProduceError(f"{what} is not a list of 16 numbers: {error}") from error
-    raise ProduceError(f"codebook {str(path)!r} is neither {', '.join(CODEBOOKS)} nor a .npy, .json or .txt file")
+        said = "it holds objects, which are not read" if "pickle" in str(error) else error  # NumPy advises to unpickle
+        raise ProduceError(f"{what} is not a list of 16 numbers: {said}") from error
+    raise _neither(path)
+
+
+def check_codebook(codebook: str) -> None:
+    """Raise ProduceError for a name that no codebook has and no file of one can have; no file is read."""
+    path = Path(codebook)
+    if codebook not in CODEBOOKS and path.suffix not in _SUFFIXES and (path.is_file() or not path.exists()):
+        raise _neither(path)
+
+
+def _neither(path: Path) -> ProduceError:
+    return ProduceError(f"codebook {str(path)!r} is neither {', '.join(CODEBOOKS)} nor a .npy, .json or .txt file")
 
 
 def _boundaries(codebook: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ from onnx import TensorProto, checker, helper, numpy_helper, version_converter
 
 from lut4tool.encode import ProduceError, encode, load_codebook
 from lut4tool.formats import DTYPE_NAME, ONNX_DTYPE, Lookup4Weight
-from lut4tool.rewrite.save import check_target, save
+from lut4tool.rewrite.save import check_readable, check_target, save
 from lut4tool.storage import (
     PLAIN,
     Tensors,
@@ -427,11 +427,8 @@ def quantize(
     A model below opset 13 that has weights to quantize is converted by onnx.version_converter, which drops
     metadata of nodes. Raises ProduceError for a bad option, and where that conversion is not possible.
     """
+    check_options(block_size, rounding, match)
     table = load_codebook(codebook)
-    if block_size < 2 or block_size % 2:
-        raise ProduceError(f"block_size must be even and at least 2, not {block_size}")
-    if rounding not in _ROUNDINGS:
-        raise ProduceError(f"rounding must be float16 or bfloat16, not {rounding!r}")
     if model.training_info:
         raise ProduceError(
             "the model carries training_info, which changes its weights; only inference models are quantized"
@@ -470,6 +467,15 @@ def quantize(
     return QuantizeReport(tuple(done), tuple(left), block_size, opset, raised, notes=notes)
 
 
+def check_options(block_size: int = 64, rounding: str | None = None, match: str | None = None) -> None:
+    """Raise ProduceError for options of `quantize` that suit no model."""
+    if block_size < 2 or block_size % 2:
+        raise ProduceError(f"block_size must be even and at least 2, not {block_size}")
+    if rounding not in _ROUNDINGS:
+        raise ProduceError(f"rounding must be float16 or bfloat16, not {rounding!r}")
+    _compile(match)
+
+
 def quantize_file(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -497,6 +503,7 @@ def quantize_file(
         why = "is the model itself, whose float weights would be lost" if same else "exists"
         raise ProduceError(f"{out} {why}; --force replaces it")
     check_target(name, out, force=True)
+    check_readable(model, tensors)
     options = {"codebook": codebook, "block_size": block_size, "rounding": rounding, "match": match}
     before = model.ByteSize() + sum(nbytes(tensor) for tensor in external_tensors(model))
     report = quantize(model, tensors, **options, progress=progress)  # type: ignore[arg-type]

@@ -511,6 +511,11 @@ def size_text(size: int) -> str:
     return f"{size} bytes"
 
 
+def with_data(file: int, data: int) -> str:
+    """The size of a model in words: of its file and of the external data that it uses, in bytes."""
+    return f"{size_text(file + data)} with its data" if data else size_text(file)
+
+
 def abridged(text: str) -> str:
     """A name or a sentence as it is said; the middle of a very long one is left out.
 

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-from lut4tool.storage import size_text
+from lut4tool.storage import size_text, with_data
 
 #: The forms of a table, the widest first: its frame, cells between columns and at the ends, and the least of a name.
 _FORMS: Sequence[tuple[box.Box | None, int, int, int | None]] = (
@@ -84,13 +84,6 @@ def shortened(text: str, width: int) -> str:
     return f"{head}...{tail}"
 
 
-def sizes(document: dict[str, Any]) -> str:
-    """The sizes of a rewrite in one line."""
-    after, before = size_text(document["output_bytes"]), size_text(document["input_bytes"])
-    packed, dense = size_text(document["packed_bytes"]), size_text(document["dense_bytes"])
-    return f"{after} (was {before}); weights {packed} packed, {dense} if decoded"
-
-
 def print_sites(console: Console, document: dict[str, Any], key: str) -> None:
     """Print the table of proved sites and the sentence of each refusal."""
     if document[key]:
@@ -156,7 +149,7 @@ def print_expanded(console: Console, document: dict[str, Any], target: str) -> N
         console.print(f"refused: {refusal['node']}: {refusal['reason']}")
     for note in document["notes"]:
         console.print(note)
-    after, before = size_text(document["output_bytes"]), size_text(document["input_bytes"])
+    after, before = (with_data(document[f"{name}_bytes"], document[f"{name}_data_bytes"]) for name in ("output", "input"))
     done = f"wrote {target}: {after} (was {before})"
     console.print(done if document["expanded"] else "nothing to expand; nothing written")
 

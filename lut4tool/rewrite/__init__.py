@@ -17,14 +17,23 @@ from lut4tool.recognize.proof import Proof, Refusal, Report, Witness
 from lut4tool.recognize.summary import advise, distinct_weights
 from lut4tool.rewrite.drawing import Surroundings, surroundings
 from lut4tool.rewrite.edit import RewriteError, apply
-from lut4tool.rewrite.save import Progress, check_target, fill, laid_out, point_out, serialized
+from lut4tool.rewrite.save import (
+    Progress,
+    check_readable,
+    check_target,
+    data_bytes,
+    fill,
+    laid_out,
+    point_out,
+    serialized,
+)
 from lut4tool.rewrite.save import save as save_model
-from lut4tool.storage import PathLike, Tensors, read_model
+from lut4tool.storage import PathLike, Tensors, read_model, size_text, with_data
 
 __all__ = ["RewriteError", "RewriteReport", "rewrite", "rewrite_model"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RewriteReport:
     """What a rewrite did, site by site; sizes in bytes, each distinct weight counted once.
 
@@ -32,7 +41,7 @@ class RewriteReport:
     refused: the sites that cannot be rewritten; differing: those of them whose proof its witness showed wrong. That is
         a fault of lut4tool: nothing is rewritten, and the command line ends with 4.
     input_bytes, output_bytes: the proto's file before and after, external data not counted; 0 where none was written
-        (on `dry_run`, what it would be).
+        (on `dry_run`, what it would be). input_data_bytes, output_data_bytes: the external data that each uses.
     packed_bytes, dense_bytes: the proved weights as stored, and decoded to float32.
     notes: sentences for the user.
     surroundings: of each site before the rewrite, where they were asked for: what page.page draws.
@@ -47,6 +56,25 @@ class RewriteReport:
     notes: tuple[str, ...] = ()
     surroundings: tuple[Surroundings, ...] = ()
     differing: tuple[Refusal, ...] = ()
+    input_data_bytes: int = 0
+    output_data_bytes: int = 0
+
+    def __str__(self) -> str:
+        """What the command's last lines say."""
+        counts = f"{len(self.rewritten)} rewritten, {len(self.refused)} refused"
+        return f"{counts}; {self.sizes}" if self.rewritten else counts
+
+    def __repr__(self) -> str:
+        return f"<RewriteReport: {self}>"
+
+    @property
+    def sizes(self) -> str:
+        """The sizes in one line: of the files, where there are any, and of the weights."""
+        weights = f"weights {size_text(self.packed_bytes)} packed, {size_text(self.dense_bytes)} if decoded"
+        if not self.output_bytes:
+            return weights
+        after = with_data(self.output_bytes, self.output_data_bytes)
+        return f"{after} (was {with_data(self.input_bytes, self.input_data_bytes)}); {weights}"
 
     def to_json(self) -> dict[str, Any]:
         """The document of `rewrite --json` (DESIGN section 7)."""
@@ -59,6 +87,8 @@ class RewriteReport:
             "differing": [refusal.to_json() for refusal in self.differing],
             "input_bytes": self.input_bytes,
             "output_bytes": self.output_bytes,
+            "input_data_bytes": self.input_data_bytes,
+            "output_data_bytes": self.output_data_bytes,
             "packed_bytes": self.packed_bytes,
             "dense_bytes": self.dense_bytes,
             "notes": list(self.notes),
@@ -83,7 +113,7 @@ def rewrite(
     rewritten; a site whose codes have no entry is refused alone. Nothing is written where nothing is rewritten, on
     `dry_run`, or on any error. `drawn`: the report holds each site's surroundings.
     `progress(what, done, total)` is called now and then.
-    Raises StorageError for files, RewriteError for a place or a model.
+    Raises StorageError for files (external data that cannot be read is one), RewriteError for a place or a model.
     """
     source, target = Path(src), os.fspath(dst)
     tensors = Tensors(source.parent, allow_external)
@@ -91,11 +121,13 @@ def rewrite(
     model = read_model(source)
     size = source.stat().st_size
     check_target(str(source), target, force or dry_run)
+    check_readable(model, tensors)
+    data = data_bytes(model)
     report = _checked(model, tensors, verify, vendor, True, drawn, progress)
     written, notes = 0, tuple[str, ...]()
     if not report.rewritten:
         notes = advise(model, Report((), report.refused))
-        return replace(report, input_bytes=size, notes=notes)
+        return replace(report, input_bytes=size, input_data_bytes=data, notes=notes)
     added = apply(model, [proof for proof, _ in report.rewritten])
     if dry_run:
         point_out(added, target)
@@ -103,7 +135,8 @@ def rewrite(
         written = len(serialized(model) or b"")
     else:
         written, notes = save_model(model, str(source), target, tensors, progress, added)
-    return replace(report, input_bytes=size, output_bytes=written, notes=notes)
+    sizes = {"input_data_bytes": data, "output_data_bytes": data_bytes(model)}
+    return replace(report, input_bytes=size, output_bytes=written, notes=notes, **sizes)
 
 
 def rewrite_model(

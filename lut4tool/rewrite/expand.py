@@ -21,7 +21,7 @@ from lut4tool.recognize.proof import Refusal
 from lut4tool.recognize.qmm import Grid, Types, spell, spell_nibbles
 from lut4tool.recognize.walk import OPSETS, Constant, Place, Refuse, Scope, Walk
 from lut4tool.rewrite.edit import RewriteError
-from lut4tool.rewrite.save import Progress, check_target, save
+from lut4tool.rewrite.save import Progress, check_readable, check_target, data_bytes, save
 from lut4tool.storage import PathLike, Tensors, read_model, subgraphs
 
 __all__ = ["ExpandReport", "Expanded", "expand", "expand_model"]
@@ -59,13 +59,15 @@ class Expanded:
 
 @dataclass(frozen=True)
 class ExpandReport:
-    """What an expansion did; sizes in bytes of the proto's file, 0 where none was written."""
+    """What an expansion did; sizes in bytes of the proto's file, 0 where none was written, and of external data."""
 
     expanded: tuple[Expanded, ...]
     refused: tuple[Refusal, ...]
     input_bytes: int = 0
     output_bytes: int = 0
     notes: tuple[str, ...] = ()
+    input_data_bytes: int = 0
+    output_data_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The document of `expand --json` (DESIGN section 7)."""
@@ -74,6 +76,8 @@ class ExpandReport:
             "refused": [refusal.to_json() for refusal in self.refused],
             "input_bytes": self.input_bytes,
             "output_bytes": self.output_bytes,
+            "input_data_bytes": self.input_data_bytes,
+            "output_data_bytes": self.output_data_bytes,
             "notes": list(self.notes),
         }
 
@@ -97,11 +101,14 @@ def expand(
     model = read_model(source)
     size = source.stat().st_size
     check_target(str(source), target, force)
+    check_readable(model, tensors)
+    data = data_bytes(model)
     report = expand_model(model)
     written, notes = 0, tuple[str, ...]()
     if report.expanded:
         written, notes = save(model, str(source), target, tensors, progress)
-    return replace(report, input_bytes=size, output_bytes=written, notes=notes)
+    sizes = {"input_data_bytes": data, "output_data_bytes": data_bytes(model) if report.expanded else 0}
+    return replace(report, input_bytes=size, output_bytes=written, notes=notes, **sizes)
 
 
 def expand_model(model: onnx.ModelProto) -> ExpandReport:

@@ -41,6 +41,25 @@ def check_target(source: str, target: str, force: bool) -> None:
         )
 
 
+def check_readable(model: onnx.ModelProto, tensors: Tensors) -> None:
+    """Raise StorageError where external data of a model is missing or cut: nothing could be said of it then.
+
+    No byte is read: the files are mapped.
+    """
+    for tensor in storage.external_tensors(model):
+        tensors.raw(tensor)
+
+
+def data_bytes(model: onnx.ModelProto) -> int:
+    """Bytes of external data that a model uses; what several tensors share is counted once."""
+    held: dict[tuple[str, str], int] = {}
+    for tensor in storage.external_tensors(model):
+        offset = next((entry.value for entry in tensor.external_data if entry.key == "offset"), "0")
+        place = storage.location(tensor), offset
+        held[place] = max(held.get(place, 0), storage.nbytes(tensor))
+    return sum(held.values())
+
+
 def save(
     model: onnx.ModelProto,
     source: str,

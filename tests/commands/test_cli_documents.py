@@ -210,3 +210,46 @@ def test_names_of_any_kind_in_any_locale(folder: Path) -> None:
         assert Path("ö ut.onnx").is_file()
         done = process("inspect", name, "--json", env=environment | {"PATH": "/usr/bin:/bin"})
         assert len(json.loads(done.stdout)["found"]) == 1
+
+
+@pytest.mark.parametrize("name", ["rewrite", "quantize", "expand"])
+@pytest.mark.parametrize("threshold", [0, 16, 256])
+@pytest.mark.parametrize("change", ["gone", "cut"])
+def test_data_that_cannot_be_read_is_an_error_and_not_nothing_to_do(
+    folder: Path, command: Command, name: str, threshold: int, change: str
+) -> None:
+    """Also where it is the data of small literals, without which no chain can be proved."""
+    options = {"save_as_external_data": True, "location": "w.bin", "size_threshold": threshold}
+    onnx.save(onnx.load("model.onnx"), "ext.onnx", **options)
+    data = Path("w.bin")
+    data.unlink() if change == "gone" else data.write_bytes(data.read_bytes()[:10])
+    done = command(name, "ext.onnx", "o.onnx", "--json")
+    document = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert document["error"]["kind"] == "StorageError"
+    assert ("no such file" if change == "gone" else "the file is cut") in document["error"]["message"]
+    done = command(name, "ext.onnx", "o.onnx")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert not Path("o.onnx").exists()
+
+
+def test_sizes_count_the_data_that_moved_to_a_file(folder: Path, command: Command) -> None:
+    onnx.save(onnx.load("model.onnx"), "ext.onnx", save_as_external_data=True, location="w.bin", size_threshold=256)
+    document = json.loads(command("rewrite", "ext.onnx", "--json", "o.onnx", "--verify").stdout)
+    assert (document["input_data_bytes"], document["output_data_bytes"]) == (2560, 2560)  # packed and scales
+    said = command("rewrite", "ext.onnx", "o.onnx", "--force").stdout.splitlines()[-1]
+    assert re.fullmatch(r"wrote o.onnx: [\d.]+ KB with its data \(was [\d.]+ KB with its data\); weights .*", said)
+    total = (Path("o.onnx").stat().st_size + 2560) / 1000
+    assert f"{total:.1f} KB with its data (was" in said
+    said = command("expand", "o.onnx", "e.onnx").stdout.splitlines()[-1]
+    assert re.fullmatch(r"wrote e.onnx: .* KB with its data \(was .* KB with its data\)", said)
+
+
+def test_a_report_is_a_line_in_python(folder: Path, command: Command) -> None:
+    from lut4tool.rewrite import rewrite
+
+    report = rewrite("model.onnx", "o.onnx")
+    said = command("rewrite", "model.onnx", "o.onnx", "--force").stdout.splitlines()[-1]
+    assert str(report) == f"1 rewritten, 0 refused; {said.removeprefix('wrote o.onnx: ')}"
+    assert repr(report) == f"<RewriteReport: {report}>"
+    assert str(rewrite("float.onnx", "n.onnx")) == "0 rewritten, 0 refused"
