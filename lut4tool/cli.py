@@ -15,6 +15,18 @@ import typer
 
 from lut4tool import __version__
 from lut4tool.errors import Lut4Error
+from lut4tool.options import (
+    Device,
+    DeviceOption,
+    ExternalOption,
+    Float,
+    Half,
+    JsonOption,
+    ModelArgument,
+    VendorOption,
+    numbers,
+    usage,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -43,14 +55,6 @@ app = typer.Typer(
     help="Prove, rewrite and run ONNX models whose 4-bit weights are decoded through a lookup table.",
 )
 
-ModelArgument = Annotated[Path, typer.Argument(metavar="MODEL", help="An ONNX file.", show_default=False)]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else there.")]
-VendorOption = Annotated[bool, typer.Option("--vendor", help="com.microsoft's MatMulBnb4 and MatMulNBits too.")]
-ExternalOption = Annotated[
-    list[Path] | None,
-    typer.Option("--allow-external", metavar="DIR", help="A folder outside the model's that its weights may lie in."),
-]
-
 
 def main() -> None:
     """Run the command line; exit 0 done, 1 error, 2 usage, 3 nothing to rewrite, 4 outputs or a witness differ.
@@ -64,7 +68,9 @@ def main() -> None:
     except Lut4Error as error:
         _fail(error, str(error), 1)
     except OSError as error:
-        _fail(error, f"{error.filename or 'a file, or what this is printed to'}: {error.strerror or error}", 1)
+        text = str(error.strerror or error)
+        what = error.filename or "a file, or what this is printed to"
+        _fail(error, f"{what}: {text[:1].lower()}{text[1:]}", 1)
     except MemoryError as error:
         _fail(error, "there is not enough memory for this", 1)
     except SystemExit as done:  # what typer makes of all that it knows
@@ -225,8 +231,7 @@ def rewrite(
     else:
         console = _console()
         tables.print_sites(console, document, "rewritten")
-        for note in result.notes:
-            console.print(note)
+        tables.print_notes(console, result.notes)
         if document["rewritten"]:
             verb = "would write" if dry_run else "wrote"
             console.print(f"{verb} {target}: {result.sizes}")
@@ -305,7 +310,7 @@ def inspect(
     for missing in document["unreadable"]:
         _say(
             f"{missing['reason']} ({missing['tensors']} tensor{'s' * (missing['tensors'] != 1)} of it,"
-            f" {_size(missing['bytes'])}); what is said of the model holds, but for chains refused because of this file"
+            f" {_size(missing['bytes'])}); a chain that cannot be proved without this file counts as refused"
         )
     if document["unreadable"]:
         raise typer.Exit(1)
@@ -328,7 +333,7 @@ def run(
     inputs: Annotated[Path | None, typer.Option("--inputs", metavar="X.npz", help="Inputs by name.")] = None,
     one: Annotated[
         list[str] | None,
-        typer.Option("-i", metavar="NAME=VALUE", help="One input: X.npy, a number or a JSON list; repeatable."),
+        typer.Option("-i", metavar="NAME=VALUE", help="One input: a file X.npy, a number or a JSON list; repeatable."),
     ] = None,
     random: Annotated[bool, typer.Option("--random", help="Draw the inputs that are not given.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of --random.")] = 0,
@@ -338,9 +343,9 @@ def run(
     rewrite_first: Annotated[bool, typer.Option("--rewrite", help="Rewrite the chains in memory first.")] = False,
     outputs: Annotated[Path | None, typer.Option("--outputs", metavar="Y.npz", help="Write the outputs.")] = None,
     expected: Annotated[Path | None, typer.Option("--expected", metavar="Y.npz", help="Compare the outputs.")] = None,
-    rtol: Annotated[float, typer.Option(help="Of the largest expected magnitude of an output.")] = 1e-5,
-    atol: Annotated[float, typer.Option(help="Added to --rtol's bound.")] = 1e-6,
-    device: Annotated[str, typer.Option(help="auto, metal, cuda or cpu.")] = "auto",
+    rtol: Annotated[float, typer.Option(min=0, help="Of the largest expected magnitude of an output.")] = 1e-5,
+    atol: Annotated[float, typer.Option(min=0, help="Added to --rtol's bound.")] = 1e-6,
+    device: DeviceOption = Device.AUTO,
     repeat: Annotated[int, typer.Option(min=1, help="Timed runs.")] = 1,
     warmup: Annotated[int, typer.Option(min=0, help="Runs before them.")] = 0,
     profile: Annotated[
@@ -354,7 +359,7 @@ def run(
 
     from lut4tool import tables
     from lut4tool.recognize import recognize
-    from lut4tool.runtime.running import run_model
+    from lut4tool.runtime.running import parse_dims, parse_literal, run_model
     from lut4tool.runtime.session import Runtime
     from lut4tool.storage import Tensors, read_model
 
@@ -362,6 +367,12 @@ def run(
         raise typer.BadParameter("it sizes the inputs that --random draws", param_hint="--dim")
     if bare := [text for text in one or () if "=" not in text]:
         raise typer.BadParameter(f"write NAME={bare[0]}", param_hint="-i")
+    with usage("-i"):
+        for text in one or ():
+            if not text.endswith(".npy"):
+                parse_literal(text)
+    with usage("--dim"):
+        parse_dims(dim or ())
     if outputs is not None and outputs.suffix != ".npz":
         raise typer.BadParameter("the outputs' file name ends in .npz", param_hint="--outputs")
     if profile is not None and profile.suffix != ".json":
@@ -380,12 +391,12 @@ def run(
 
         with _progress() as progress:
             rewritten = rewrite_model(proto, tensors, progress=progress)
-        for refusal in rewritten.refused:
-            print(f"lut4tool: refused: {refusal.node}: {refusal.reason}", file=sys.stderr)
+        for line in tables.refusals([refusal.to_json() for refusal in rewritten.refused]):
+            _say(f"note: {line}")
         _say_differing(rewritten)
         differing = bool(rewritten.differing)
         if not rewritten.rewritten and not rewritten.refused:
-            print("lut4tool: nothing to rewrite: no 4-bit decode chain found", file=sys.stderr)
+            _say("note: nothing to rewrite: no 4-bit decode chain found")
     left = 0 if rewrite_first else len(recognize(proto).proofs)
     runtime = Runtime(proto, device, tensors)
     result = run_model(
@@ -410,10 +421,9 @@ def run(
         for path in filter(None, (outputs, profile)):
             _console().print(f"wrote {path}")
     if left:
-        print(
-            f"lut4tool: {left} product{'s' if left > 1 else ''} of this model decode{'s' if left == 1 else ''} 4-bit"
-            f" weights to dense ones at each run; `lut4tool rewrite {model} OUT` or `run --rewrite` keeps them packed",
-            file=sys.stderr,
+        _say(
+            f"note: {left} product{'s' if left > 1 else ''} of this model decode{'s' if left == 1 else ''} 4-bit"
+            f" weights to dense ones at each run; `lut4tool rewrite {model} OUT` or `run --rewrite` keeps them packed"
         )
     if differing or any(not row["within"] for row in document["expected"]):
         raise typer.Exit(DIFFERS)
@@ -424,8 +434,8 @@ def quantize(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A float ONNX file.", show_default=False)],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Where to write.", show_default=False)],
     codebook: Annotated[str, typer.Option(metavar="nf4|fp4|FILE", help="The table, or a file of 16 numbers.")] = "nf4",
-    block_size: Annotated[int, typer.Option(help="Elements that share a scale.")] = 64,
-    rounding: Annotated[str | None, typer.Option(help="float16 or bfloat16: round each decoded weight.")] = None,
+    block_size: Annotated[int, typer.Option(help="Elements that share a scale: even, at least 2.")] = 64,
+    rounding: Annotated[Half | None, typer.Option(help="Round each decoded weight.")] = None,
     match: Annotated[str | None, typer.Option(metavar="REGEX", help="Only weights whose name this finds.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing OUT.")] = False,
     allow_external: ExternalOption = None,
@@ -433,8 +443,15 @@ def quantize(
 ) -> None:
     """Spell MatMul and Gemm weights of a float model as the standard 4-bit decode chain."""
     from lut4tool import tables
-    from lut4tool.produce import quantize_file
+    from lut4tool.encode import check_codebook
+    from lut4tool.produce import check_options, quantize_file
 
+    with usage("--codebook"):
+        check_codebook(codebook)
+    with usage("--block-size"):
+        check_options(block_size)
+    with usage("--match"):
+        check_options(match=match)
     with _progress() as progress:
         result = quantize_file(
             source,
@@ -502,13 +519,19 @@ def bench(
     ] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(metavar="N,K[,BLOCK]", help="N outputs, depth K; repeatable; standard: four of large models."),
+        typer.Option(
+            metavar="N,K[,BLOCK]",
+            help="In place of MODEL: N outputs, depth K, blocks of 64 or BLOCK; repeatable."
+            " The word standard is four shapes of large models.",
+            show_default=False,
+        ),
     ] = None,
     m: Annotated[
-        str, typer.Option("--m", metavar="M,M,...", help="Rows of x; standard: 1,16,128,256,512.")
+        str,
+        typer.Option("--m", metavar="M,M,...", help="Rows of x. The word standard is 1,16,128,256,512."),
     ] = "1,16,128",
-    dtype: Annotated[str, typer.Option(help="Of x and y: float32, float16 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="auto, metal, cuda or cpu.")] = "auto",
+    dtype: Annotated[Float, typer.Option(help="Of x and y.")] = Float.FLOAT32,
+    device: DeviceOption = Device.AUTO,
     seconds: Annotated[float, typer.Option(min=0, help="For each shape and number of rows.")] = 2.0,
     cold: Annotated[bool, typer.Option("--cold", help="Also with weights that no cache holds.")] = False,
     allow_external: ExternalOption = None,
@@ -516,20 +539,23 @@ def bench(
 ) -> None:
     """Time this machine's kernels beside dense products, and onnxruntime's and bitsandbytes' where installed.
 
-    All of them take turns, so that the ratios hold on a busy machine too.
+    Give a MODEL, whose 4-bit products are timed, or --shape.
+
+    All of them take turns, so that a busy machine slows them alike; where it was so busy that ratios say little, that
+    is said.
     """
     from lut4tool import tables
     from lut4tool.bench import STANDARD, STANDARD_ROWS, Shape, shapes_of
     from lut4tool.bench import bench as run_bench
     from lut4tool.storage import Tensors, read_model
 
-    rows = list(STANDARD_ROWS) if m == "standard" else _numbers(m, "--m")
+    rows = list(STANDARD_ROWS) if m == "standard" else numbers(m, "--m")
     shapes = []
     for text in shape or ():
         if text == "standard":
             shapes += [Shape(*sizes) for sizes in STANDARD]
             continue
-        n, k, *block = _numbers(text, "--shape", (2, 3))
+        n, k, *block = numbers(text, "--shape", (2, 3))
         if block and block[0] % 2:
             raise typer.BadParameter(f"a block has an even number of elements, not {block[0]}", param_hint="--shape")
         shapes.append(Shape(n, k, block[0] if block else 64))
@@ -545,18 +571,11 @@ def bench(
         tables.print_bench(_console(), result.to_json())
 
 
-def _numbers(text: str, option: str, counts: tuple[int, ...] = ()) -> list[int]:
-    """Positive whole numbers with commas between them, so many of them where that is said."""
-    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if min(numbers) < 1 or (counts and len(numbers) not in counts):
-        such = "4096,4096" if counts else "1,16,128"
-        raise typer.BadParameter(f"'{text}' is not a list of positive numbers such as {such}", param_hint=option)
-    return numbers
-
-
 @app.command(epilog="Example: lut4tool selftest --device cpu")
 def selftest(
-    device: Annotated[str, typer.Option(help="auto, metal, cuda or cpu.")] = "auto", json_output: JsonOption = False
+    device: DeviceOption = Device.AUTO,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print every case, not a line for each kernel.")] = False,
+    json_output: JsonOption = False,
 ) -> None:
     """Check every kernel of this machine against float64 on the host; exit 4 where one is out of its bound."""
     from lut4tool import tables
@@ -571,7 +590,7 @@ def selftest(
     if json_output:
         _print_json(document)
     else:
-        tables.print_selftest(_console(), document)
+        tables.print_selftest(_console(), document, verbose)
     if not all(row["ok"] for row in document["cases"]):
         raise typer.Exit(DIFFERS)
 

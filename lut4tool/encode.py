@@ -59,7 +59,8 @@ def _read_codebook(path: Path) -> tuple[Any, str]:
         if path.suffix == ".txt":
             return [float(word) for word in path.read_text().replace(",", " ").split()], what
     except OSError as error:
-        raise ProduceError(f"cannot read {what}: {error.strerror or error}") from error
+        text = error.strerror or str(error)
+        raise ProduceError(f"cannot read {what}: {text[:1].lower()}{text[1:]}") from error
     except (
         ValueError,
         EOFError,

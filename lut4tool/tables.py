@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,10 @@ _FORMS: Sequence[tuple[box.Box | None, int, int, int | None]] = (
     (None, 2, 0, 16),
 )
 _NO_BREAK = "\xa0"
+#: What tells refusals of one kind apart: names in quotes and numbers.
+_PARTICULARS = re.compile(r"'[^']*'|\d+")
+#: A median over the best by more says that something else had the machine.
+_BUSY = 2.0
 
 
 def print_table(
@@ -95,15 +100,32 @@ def print_sites(console: Console, document: dict[str, Any], key: str) -> None:
             row += [str(site["block_size"]), site["weight_dtype"], site["bytes"]]
             rows.append(row + (_checked(site) if key == "rewritten" else _costs(site)))
         print_table(console, f"{len(document[key])} {key}", headings, rows)
-    for refusal in document["refused"]:
-        console.print(f"refused: {refusal['node']}: {refusal['reason']}")
+    for line in refusals(document["refused"]):
+        console.print(line)
+
+
+def refusals(refused: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each kind of refusal: those whose reasons differ in names, numbers and places alone are one kind."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for refusal in refused:
+        kinds.setdefault(_PARTICULARS.sub("", refusal["reason"]), []).append(refusal)
+    return [
+        f"refused: {first['node']}: {first['reason']}"
+        if not rest
+        else f"refused: {len(rest) + 1} products, e.g. {first['node']}: {first['reason']}"
+        for first, *rest in kinds.values()
+    ]
+
+
+def print_notes(console: Console, notes: Sequence[str]) -> None:
+    """Print what a user should know, as no error."""
+    for note in notes:
+        console.print(f"note: {note}")
 
 
 def print_summary(console: Console, document: dict[str, Any]) -> None:
     """Print what `inspect` found: sites, operators, sizes, what to do next, and whether `run` serves the model."""
     print_sites(console, document, "found")
-    if not document["found"] and not document["refused"]:
-        console.print("no 4-bit decode chain found")
     for left in document["outside"]:
         console.print(f"outside of every product: {left['reason']}")
     console.print("operators: " + ", ".join(f"{name} {count}" for name, count in document["operators"].items()))
@@ -121,11 +143,15 @@ def print_summary(console: Console, document: dict[str, Any]) -> None:
     if document["unsupported"] is None:
         console.print("whether `lut4tool run` serves it was not looked at: MLX does not load here")
     elif document["unsupported"]:
-        console.print(f"`lut4tool run` does not serve it, for {len(document['unsupported'])} reason(s):")
+        count = len(document["unsupported"])
+        console.print(f"`lut4tool run` does not serve it, for {count} reason{'s' * (count != 1)}:")
         for reason in document["unsupported"]:
             console.print(f"  {reason}")
     else:
         console.print("`lut4tool run` serves every operator of it")
+    found, refused = len(document["found"]), len(document["refused"])
+    chains = f"{found} chain{'s' * (found != 1)}" if found else "no 4-bit decode chain"
+    console.print(f"{chains} found, {refused} refused")
 
 
 def _checked(site: dict[str, Any]) -> list[str]:
@@ -145,11 +171,11 @@ def print_expanded(console: Console, document: dict[str, Any], target: str) -> N
     """Print what `expand` did."""
     for row in document["expanded"]:
         console.print(f"expanded {row['node']}: {row['op']}, {row['rows']} x {row['cols']}, {row['weight_dtype']}")
-    for refusal in document["refused"]:
-        console.print(f"refused: {refusal['node']}: {refusal['reason']}")
-    for note in document["notes"]:
-        console.print(note)
-    after, before = (with_data(document[f"{name}_bytes"], document[f"{name}_data_bytes"]) for name in ("output", "input"))
+    for line in refusals(document["refused"]):
+        console.print(line)
+    print_notes(console, document["notes"])
+    after = with_data(document["output_bytes"], document["output_data_bytes"])
+    before = with_data(document["input_bytes"], document["input_data_bytes"])
     done = f"wrote {target}: {after} (was {before})"
     console.print(done if document["expanded"] else "nothing to expand; nothing written")
 
@@ -163,8 +189,7 @@ def print_quantized(console: Console, document: dict[str, Any], target: str) -> 
         )
     for row in document["left"]:
         console.print(f"left {row['weight']}: {row['reason']}")
-    for note in document["notes"]:
-        console.print(note)
+    print_notes(console, document["notes"])
     after, before = size_text(document["output_bytes"]), size_text(document["input_bytes"])
     done = f"wrote {target}: {after} (was {before}); next: lut4tool rewrite"
     console.print(done if document["quantized"] else "nothing to quantize; nothing written")
@@ -215,11 +240,12 @@ def print_demo(console: Console, document: dict[str, Any]) -> None:
     """Print the demonstration's figures."""
     console.print(
         f"A transformer block, {document['dim']} x {document['hidden']}, forward and adjoint:"
-        f" {document['sites']} products rewritten, {document['witness_elements']:,} decoded weights compared"
+        f" {document['sites']} products rewritten, for which {document['witness_elements']:,} decoded weights were"
+        " compared (each weight serves two products, and is compared for both)"
     )
     console.print(
         f"file {size_text(document['original_bytes'])} before, {size_text(document['rewritten_bytes'])} after;"
-        f" its weights would be {size_text(document['dense_bytes'])} as float32"
+        f" its {document['dense_bytes'] // 4:,} weights would be {size_text(document['dense_bytes'])} as float32"
     )
     rows = []
     for row in document["rows"]:
@@ -228,6 +254,9 @@ def print_demo(console: Console, document: dict[str, Any]) -> None:
         rows.append([row["model"], row["engine"], *times, *memory, f"{row['difference']:.1e}"])
     headings = ("model", "engine", "load", "one run", "peak memory", "of it for the model", "difference")
     print_table(console, "", headings, rows, names=(1,))
+    served = {kernel.partition(": ")[2]: None for row in document["rows"] for kernel in row["kernels"]}
+    if served:
+        console.print(f"lut4tool's products of packed weights were served by {', '.join(served)}")
     for name, why in document["missing"].items():
         console.print(f"{name}: {why}")
 
@@ -254,19 +283,33 @@ def print_bench(console: Console, document: dict[str, Any]) -> None:
     for (engine, reason), where_missing in said.items():
         some = "" if set(where_missing) == shapes else f" ({'; '.join(where_missing)})"
         console.print(f"{engine}: {reason}{some}")
+    busy = sum(row["median"] > _BUSY * row["best"] for row in document["timings"])
+    if busy:
+        console.print(
+            f"the machine was busy: the median is over twice the best in {busy} of {len(document['timings'])} rows;"
+            " do not trust the ratios, and time again when it is quiet"
+        )
     console.print(
         "ours / it: median of the ratios of runs taken in turns, under 1 where lut4tool is faster;"
         " dense: a MatMul by the decoded weight in lut4tool; floor: the packed bytes over the bandwidth"
     )
 
 
-def print_selftest(console: Console, document: dict[str, Any]) -> None:
-    """Print what was tried and whether it holds, and the kernels that are not here."""
-    rows = [
-        [row["case"], row["kernel"], f"{row['ratio']:.3g}", "ok" if row["ok"] else "WRONG"] for row in document["cases"]
-    ]
-    print_table(console, document["machine"], ("case", "kernel", "largest error / bound", "result"), rows, (0, 1))
+def print_selftest(console: Console, document: dict[str, Any], verbose: bool = False) -> None:
+    """Print a line for each kernel and the cases that do not hold (verbose: all), and the kernels that are not here."""
+    cases = document["cases"]
+    kernels: dict[str, list[dict[str, Any]]] = {}
+    for row in cases:
+        kernels.setdefault(row["kernel"], []).append(row)
+    rows = []
+    for kernel, tried in kernels.items():
+        wrong, largest = sum(not row["ok"] for row in tried), max(row["ratio"] for row in tried)
+        rows.append([kernel, str(len(tried)), f"{largest:.3g}", f"{wrong} WRONG" if wrong else "ok"])
+    print_table(console, document["machine"], ("kernel", "cases", "largest error / bound", "result"), rows)
+    shown = [row for row in cases if verbose or not row["ok"]]
+    rows = [[row["case"], row["kernel"], f"{row['ratio']:.3g}", "ok" if row["ok"] else "WRONG"] for row in shown]
+    print_table(console, "", ("case", "kernel", "largest error / bound", "result"), rows, (0, 1))
     for name, reason in document["unavailable"].items():
         console.print(f"{name}: not on this machine ({reason})")
-    wrong = sum(not row["ok"] for row in document["cases"])
-    console.print(f"{len(document['cases']) - wrong} of {len(document['cases'])} cases hold their bound")
+    wrong = sum(not row["ok"] for row in cases)
+    console.print(f"{len(cases) - wrong} of {len(cases)} cases hold their bound")

@@ -53,6 +53,12 @@ class KernelError(Lut4Error):
     """No kernel serves a product as it was asked for."""
 
 
+def named(name: str, module: Any) -> str:
+    """A backend or a kernel of it by the name that users meet: with the instruction set, such as "cpu amx"."""
+    describe = getattr(module, "describe", None)
+    return f"{name} {describe()}" if describe else name
+
+
 @dataclass(frozen=True, repr=False)
 class Choice:
     """The backend that serves a weight, the kernel forced in it (None: it picks by M), and why the others do not."""
@@ -66,8 +72,7 @@ class Choice:
     def name(self) -> str:
         """Such as "reference", "cuda", "cuda/tile" or "cpu/gemv avx512"."""
         name = f"{self.backend}/{self.kernel}" if self.kernel and self.kernel != self.backend else self.backend
-        describe = getattr(self.module, "describe", None)
-        return f"{name} {describe()}" if describe else name
+        return named(name, self.module)
 
     def __str__(self) -> str:
         return "; ".join([self.name, *(f"not {backend}: {why}" for backend, why in self.refusals.items())])

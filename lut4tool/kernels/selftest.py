@@ -12,7 +12,7 @@ import numpy as np
 
 from lut4tool import formats
 from lut4tool.formats import FLOAT_DTYPES, Lookup4Weight, QmmWeight
-from lut4tool.kernels import MLX_FLOAT, MOST_OF_A_REASON, backends
+from lut4tool.kernels import MLX_FLOAT, MOST_OF_A_REASON, backends, named
 
 Weight = Lookup4Weight | QmmWeight
 
@@ -58,7 +58,7 @@ def selftest(device: mx.Device, kind: str, progress: Callable[[str, int, int], N
     for name in dict.fromkeys((kind, "reference")):
         module = backends().get(name)
         if module is not None and module.available():
-            ready.append((name, module))
+            ready.append((named(name, module), module))
         else:
             unavailable[name] = (
                 "this version has no kernels of its own for it" if module is None else "it does not work"

@@ -193,4 +193,4 @@ def _said(walk: Walk, value: Value, readers: dict[Value, list[Place]]) -> Refusa
                 )
             waiting += [output for output in made if output not in met]
             met.update(made)
-    return Refusal(value.name, f"{what} that no product reads; {_TAKEN}, '{value.name}'", value.name)
+    return Refusal(value.name, f"{what} that no product reads; {_TAKEN}", value.name)

@@ -21,6 +21,10 @@ from lut4tool.runtime.registry import Operator
 ABSENT, DROPPED = 0, 1
 
 
+#: Built-in errors whose text is a sentence: of operators here, NumPy and MLX.
+_SENTENCES = (ValueError, IndexError, TypeError, RuntimeError)
+
+
 class RunError(Lut4Error):
     """Wrong feeds, or a node that failed while running; the text names it."""
 
@@ -148,4 +152,6 @@ def _sentence(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, KeyError):
         return f"{text} is no value that it knows"
-    return text if isinstance(error, Lut4Error) else f"{type(error).__name__}: {text}"
+    if text and (isinstance(error, Lut4Error) or type(error) in _SENTENCES):
+        return text
+    return f"{type(error).__name__}: {text}"

@@ -25,13 +25,16 @@ from lut4tool.runtime.feeds import ValueInfo
 from lut4tool.runtime.graph import RunError
 from lut4tool.runtime.ops.sizes import memory
 from lut4tool.runtime.session import Runtime
-from lut4tool.storage import check_file, size_text, write_atomic
+from lut4tool.storage import check_file, reason, size_text, write_atomic
 
 #: What NumPy raises for files that are cut, damaged or lie about themselves.
 _DAMAGED = (
     ValueError, OverflowError, MemoryError, EOFError, RuntimeError, SyntaxError, tokenize.TokenError,
     zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
+
+#: How files of arrays begin: .npy; .npz with arrays and without.
+_ARRAY_FILES = (b"\x93NUMPY", b"PK\x03\x04", b"PK\x05\x06")
 
 #: Random integers are drawn below this: small enough for an index into most tables.
 _RANDOM_INTEGERS = 8
@@ -104,16 +107,20 @@ def run_model(
     given: names of .npz files, "name=file.npy" or "name=number". Raises RunError where the feeds do not fit.
     """
     feeds = read_feeds(given, runtime.get_inputs())
+    guessed = ""
     if random_seed is not None:
         sizes = _sizes(feeds, runtime.get_inputs()) | parse_dims(dims)
+        guessed = _guessed([info for info in runtime.get_inputs() if info.name not in feeds], sizes)
         feeds = random_feeds(runtime.get_inputs(), sizes, random_seed) | feeds
-    for _ in range(warmup):
-        runtime.run(None, feeds)
-    times, values = [], []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        values = runtime.run(None, feeds)
-        times.append((time.perf_counter() - start) * 1000)
+    times, values = list[float](), list[Any]()
+    try:
+        for count in range(-warmup, repeat):
+            start = time.perf_counter()
+            values = runtime.run(None, feeds)
+            if count >= 0:
+                times.append((time.perf_counter() - start) * 1000)
+    except RunError as error:
+        raise RunError(f"{error}{guessed}") from error
     rows = runtime.profile(feeds, profile) if profile is not None else []
     outputs = {info.name: value for info, value in zip(runtime.get_outputs(), values, strict=True)}
     if save is not None:
@@ -139,7 +146,7 @@ def read_feeds(given: Sequence[str], inputs: Sequence[ValueInfo]) -> dict[str, n
         elif value.endswith(".npy"):
             feeds[name] = _load(Path(value))
         else:
-            feeds[name] = _literal(name, value, declared.get(name))
+            feeds[name] = _typed(parse_literal(text), declared.get(name))
     return {name: _viewed(array, declared[name]) if name in declared else array for name, array in feeds.items()}
 
 
@@ -149,12 +156,16 @@ def _dtype(info: ValueInfo) -> np.dtype | None:
     return kind.numpy if kind is not None else None
 
 
-def _literal(name: str, text: str, info: ValueInfo | None) -> np.ndarray:
-    """A number or a JSON list from the command line, in the declared type where that holds it."""
+def parse_literal(text: str) -> np.ndarray:
+    """Read the number or JSON list of "name=value". Raises RunError."""
     try:
-        array = np.array(json.loads(text))
+        return np.array(json.loads(text.partition("=")[2]))
     except (ValueError, RecursionError) as error:
-        raise RunError(f"-i {name}={text[:60]}: a name ending in .npy, a number or a JSON list is expected") from error
+        raise RunError(f"{text[:60]}: a name ending in .npy, a number or a JSON list is expected") from error
+
+
+def _typed(array: np.ndarray, info: ValueInfo | None) -> np.ndarray:
+    """An array from the command line in the declared type, where that holds it."""
     dtype = _dtype(info) if info is not None else None
     if dtype is None or array.dtype.kind not in "biuf":
         return array
@@ -174,9 +185,19 @@ def _viewed(array: np.ndarray, info: ValueInfo) -> np.ndarray:
 def _load(path: Path) -> Any:
     check_file(path, "an .npy or .npz file")
     try:
+        with path.open("rb") as file:
+            if not file.read(6).startswith(_ARRAY_FILES):
+                raise RunError(f"{path} is no .npz or .npy file")
         return np.load(path, allow_pickle=False)
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {reason(error)}") from error
     except _DAMAGED as error:
-        raise RunError(f"{path} is not an .npy or .npz file of plain arrays: {error}") from error
+        raise RunError(f"{path} is not an .npy or .npz file of plain arrays: {_damage(error)}") from error
+
+
+def _damage(error: Exception) -> str:
+    """What is wrong with a file of arrays; NumPy advises to unpickle objects, which runs what the file says."""
+    return "it holds objects, which are not read" if "pickle" in str(error) else str(error)
 
 
 def load_npz(path: Path) -> dict[str, np.ndarray]:
@@ -191,7 +212,7 @@ def load_npz(path: Path) -> dict[str, np.ndarray]:
         try:
             return {name: loaded[name] for name in loaded.files}
         except (*_DAMAGED, OSError) as error:
-            raise RunError(f"{path} is damaged or cut short, or holds objects: {error}") from error
+            raise RunError(f"{path} is damaged or cut short, or holds objects: {_damage(error)}") from error
 
 
 def save_npz(path: Path, arrays: Mapping[str, Any]) -> None:
@@ -219,7 +240,7 @@ def parse_dims(texts: Sequence[str]) -> dict[str, int]:
     for text in texts:
         name, _, number = text.partition("=")
         if not (name and re.fullmatch("[0-9]{1,18}", number)):
-            raise RunError(f"--dim {text[:60]}: name=number is expected")
+            raise RunError(f"{text[:60]}: name=number is expected")
         dims[name] = int(number)
     return dims
 
@@ -253,6 +274,22 @@ def random_feeds(inputs: Sequence[ValueInfo], dims: Mapping[str, int], seed: int
         except (ValueError, OverflowError, MemoryError) as error:
             raise RunError(f"input '{info.name}' of shape {shape} is too large to be drawn at random") from error
     return feeds
+
+
+def _guessed(drawn: Sequence[ValueInfo], dims: Mapping[str, int]) -> str:
+    """What to say where a run of inputs drawn at random fails: the dimensions whose size nobody gave."""
+    wanted = dict.fromkeys(dim for info in drawn for dim in info.shape or () if not isinstance(dim, int))
+    named = [dim for dim in wanted if dim is not None and dim not in dims]
+    if named:
+        return f" ({', '.join(named)} of the model {_were(named)} taken as 1: --dim NAME=N)"
+    nameless = [info.name for info in drawn if None in (info.shape or ())]
+    if nameless:
+        return f" (dimensions without a name of {', '.join(nameless)} were taken as 1: give these inputs)"
+    return ""
+
+
+def _were(things: Sequence[str]) -> str:
+    return "was" if len(things) == 1 else "were"
 
 
 def _drawn(generator: np.random.Generator, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:

@@ -17,6 +17,7 @@ import onnx
 import pytest
 from build_nbits import nbits
 from onnx import TensorProto, helper, parser
+from typer.main import get_command
 
 from build import build
 from lut4tool import cli
@@ -86,10 +87,58 @@ def test_help_names_every_command_and_version_is_printed(run: Run) -> None:
         ["run", "m.onnx", "--repeat", "0"],
         ["run", "m.onnx", "--seed", "-1"],
         ["rewrite", "--what", "a"],
+        ["rewrite", "m.onnx", "o.onnx", "--report", "r.txt"],
+        ["run", "m.onnx", "--device", "tpu"],
+        ["run", "m.onnx", "--rtol", "-1"],
+        ["run", "m.onnx", "-i", "x"],
+        ["run", "m.onnx", "-i", "x=make.py"],
+        ["run", "m.onnx", "-i", "x=" + "[" * 100_000],
+        *(["run", "m.onnx", "--random", "--dim", dim] for dim in ("n", "n=x", "n=²", "n=" + "9" * 5000, "=3", "n=-1")),
+        ["bench", "--shape", "8,8", "--device", "tpu"],
+        ["bench", "--shape", "8,8", "--dtype", "float64"],
+        ["bench", "--shape", "8,8", "--m", "1,x"],
+        ["selftest", "--device", "tpu"],
+        ["quantize", "m.onnx", "o.onnx", "--block-size", "7"],
+        ["quantize", "m.onnx", "o.onnx", "--rounding", "float8"],
+        ["quantize", "m.onnx", "o.onnx", "--codebook", "nf5"],
+        ["quantize", "m.onnx", "o.onnx", "--match", "("],
     ],
+    ids=lambda words: " ".join(words)[:50],
 )
 def test_usage_errors_exit_2(run: Run, words: list[str]) -> None:
-    assert run(*words).status == 2
+    """Values of options that suit no machine too, whatever the files."""
+    result = run(*words)
+    assert (result.status, result.out) == (2, "")
+    if len(words) > 3:
+        assert words[-2] in result.err  # the option
+
+
+def test_choices_are_in_the_help_and_are_the_librarys(run: Run) -> None:
+    from lut4tool import formats, produce
+    from lut4tool.options import Device, Float, Half
+    from lut4tool.runtime import backend
+
+    assert tuple(Device) == backend.DEVICES
+    assert tuple(Float) == tuple(formats.FLOAT_DTYPES)
+    assert (None, *Half) == produce._ROUNDINGS
+    for command in ("run", "bench", "selftest"):
+        assert "auto|metal|cuda|cpu" in "".join(run(command, "--help").out.split())
+    assert "float16|bfloat16" in "".join(run("quantize", "--help").out.split())
+
+
+def test_the_help_of_bench_is_what_it_does(run: Run) -> None:
+    """MODEL or --shape is needed, so neither has a standard; --m has one."""
+    parameters = {parameter.name: parameter for parameter in get_command(cli.app).commands["bench"].params}
+    assert parameters["shape"].default is None
+    assert "standard" in parameters["shape"].help
+    assert "[default" not in run("bench", "--help").out.split("--shape")[1].split("--m ")[0]
+    assert re.search(r"1,16,128,256,512\..*\[default:\s+1,16,128\]", _flat(run("bench", "--help").out))
+    assert run("bench").status == 2
+
+
+def _flat(text: str) -> str:
+    """The words of a help page, without its frame."""
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
 
 
 def test_rewrite_json_is_alone_on_stdout(run: Run, chain: Path, tmp_path: Path) -> None:
@@ -173,7 +222,7 @@ def test_the_bodies_of_our_operators_are_no_sites(run: Run, chain: Path) -> None
     for command in (["inspect", "packed.onnx"], ["rewrite", "packed.onnx", "again.onnx"]):
         result = run(*command)
         assert "packed weights already: 1 product" in result.out
-        assert "refused" not in result.out
+        assert "refused:" not in result.out
 
 
 def test_inspect_counts_external_data_of_subgraphs(run: Run) -> None:
@@ -270,23 +319,30 @@ def test_a_profile_is_a_chrome_trace(run: Run, plain: Path) -> None:
         (["inspect", "noise.onnx"], "not an ONNX model"),
         (["run", "plain.onnx"], "input 'x' is missing"),
         (["run", "plain.onnx", "-i", "z=1"], "'z'"),
-        (["run", "plain.onnx", "-i", "x=what"], "a number"),
-        (["run", "plain.onnx", "--inputs", "missing.npz"], "missing.npz"),
+        (
+            ["run", "plain.onnx", "--inputs", "missing.npz"],
+            "lut4tool: cannot read missing.npz: no such file or directory\n",
+        ),
+        (["run", "plain.onnx", "--inputs", "text.npz"], "lut4tool: text.npz is no .npz or .npy file\n"),
+        (
+            ["run", "plain.onnx", "-i", "x=text.npz.npy"],
+            "lut4tool: cannot read text.npz.npy: no such file or directory\n",
+        ),
+        (["run", "plain.onnx", "-i", "x=objects.npy"], "plain arrays: it holds objects, which are not read\n"),
         (["run", "plain.onnx", "--inputs", "noise.onnx"], "noise.onnx"),
-        (["run", "plain.onnx", "--random", "--dim", "n"], "name=number"),
-        (["run", "plain.onnx", "--random", "--dim", "n=²"], "name=number"),
-        (["run", "plain.onnx", "--random", "--dim", "n=" + "9" * 5000], "name=number"),
-        (["run", "plain.onnx", "--random", "--dim", "=3"], "name=number"),
         (["run", "plain.onnx", "--random", "--dim", "m=3"], "there is 'n'"),
         (["run", "plain.onnx", "--random", "--dim", "n=99999999999999999"], "too large to be drawn"),
-        (["run", "plain.onnx", "-i", "x=" + "[" * 100_000], "a number"),
         (["run", "plain.onnx", "-i", "x=1e39"], "rank"),
         (["run", "plain.onnx", "--inputs", "objects.npz"], "objects"),
         (["run", "plain.onnx", "--inputs", "deflated.npz"], "damaged"),
         (["run", "plain.onnx", "--inputs", "method.npz"], "damaged"),
         (["run", "plain.onnx", "--inputs", "encrypted.npz"], "damaged"),
         (["quantize", "chain.onnx", "out.onnx", "--codebook", "huge.txt"], "finite in float32"),
-        (["run", "plain.onnx", "--random", "--device", "tpu"], "tpu"),
+        (
+            ["quantize", "chain.onnx", "out.onnx", "--codebook", "missing.txt"],
+            "codebook file missing.txt: no such file",
+        ),
+        (["quantize", "chain.onnx", "out.onnx", "--codebook", "objects.npy"], "holds objects, which are not read"),
         (["run", "plain.onnx", "--inputs", "wrong_type.npz"], "tensor(float)"),
         (["run", "plain.onnx", "--inputs", "wrong_rank.npz"], "rank"),
         (["run", "plain.onnx", "--random", "--expected", "wrong_name.npz"], "no output 'q'"),
@@ -302,6 +358,8 @@ def test_bad_input_gives_one_clear_line(run: Run, plain: Path, chain: Path, word
     np.savez("wrong_rank.npz", x=np.zeros(4, np.float32))
     np.savez("wrong_name.npz", q=np.zeros(4, np.float32))
     np.savez("objects.npz", x=np.array([{}], object))
+    np.save("objects.npy", np.array([{}], object))
+    Path("text.npz").write_text("x, y\n1, 2\n")
     np.savez_compressed("deflated.npz", x=np.arange(400, dtype=np.float32))
     np.savez("method.npz", x=np.arange(4, dtype=np.float32))
     damage("deflated.npz", 100, b"\xff" * 200)  # in the compressed bytes
@@ -319,6 +377,7 @@ def test_bad_input_gives_one_clear_line(run: Run, plain: Path, chain: Path, word
     result = run(*words)
     assert (result.status, result.out) == (1, "")
     assert fragment in result.err
+    assert "pickle" not in result.err  # NumPy advises to allow it
     assert result.err.startswith("lut4tool: ")
     assert result.err.count("\n") == 1
     assert sorted(Path().iterdir()) == before
@@ -465,10 +524,15 @@ def test_inspect_says_what_run_does_not_serve(run: Run, plain: Path) -> None:
     assert reason in run("inspect", "odd.onnx").out
 
 
-def test_selftest_holds_every_bound(run: Run) -> None:
+def test_selftest_holds_every_bound(run: Run, chain: Path) -> None:
+    run("rewrite", chain, "small.onnx")
     document = json.loads(run("selftest", "--device", "cpu", "--json").out)
     assert document["cases"]
     assert all(case["ok"] for case in document["cases"])
+    served = json.loads(run("run", "small.onnx", "--random", "--device", "cpu", "--json").out)["kernels"]
+    assert document["cases"][0]["kernel"] == served[0]["kernel"].partition(";")[0]  # named one way
+    assert run("selftest", "--device", "cpu").out.count("\n") < 15
+    assert run("selftest", "--device", "cpu", "--verbose").out.count(", M ") > 200
 
 
 def test_without_mlx_rewrite_works_and_run_names_the_extra(chain: Path, tmp_path: Path) -> None:
@@ -501,7 +565,7 @@ def test_where_there_is_nothing_to_rewrite_it_says_why(run: Run, plain: Path, ch
     packed = json.loads(run("inspect", "packed.onnx", "--json").out)["operators"]
     assert packed == {"ai.lut4tool::Lookup4MatMul": 1}  # the body's own operators are not counted
     result = run("run", plain, "--rewrite", "--random")
-    assert (result.status, result.err) == (0, "lut4tool: nothing to rewrite: no 4-bit decode chain found\n")
+    assert (result.status, result.err) == (0, "lut4tool: note: nothing to rewrite: no 4-bit decode chain found\n")
 
 
 def test_run_rewrite_says_what_it_refused(run: Run, chain: Path) -> None:
@@ -592,3 +656,23 @@ def test_ctrl_c_ends_a_loop_that_would_take_years(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (130, "")
     told = r"lut4tool: interrupted; node 'Loop:y' \(Loop\) had done [1-9]\d* of 1099511627776 iterations\n"
     assert re.fullmatch(told, done.stderr), done.stderr
+
+
+def test_a_random_run_that_fails_says_which_dimensions_were_taken_as_1(run: Run) -> None:
+    sizes = {"picture": ["N", 1, "H", "W"], "nameless": ["N", 1, None, None]}
+    for name, shape in sizes.items():
+        value = helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)
+        node = helper.make_node("AveragePool", ["x"], ["y"], "pool", kernel_shape=[3, 3])
+        graph = helper.make_graph([node], "g", [value], [helper.make_tensor_value_info("y", 1, None)])
+        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), f"{name}.onnx")
+    result = run("run", "picture.onnx", "--random")
+    assert result.status == 1
+    assert result.err.endswith(" (N, H, W of the model were taken as 1: --dim NAME=N)\n")
+    assert "Error" not in result.err  # no name of a class: the sentence is ours
+    result = run("run", "picture.onnx", "--random", "--dim", "N=2", "--dim", "H=8")
+    assert result.err.endswith(" (W of the model was taken as 1: --dim NAME=N)\n")
+    assert run("run", "picture.onnx", "--random", "--dim", "W=8", "--dim", "H=8").status == 0
+    np.save("x.npy", np.zeros((1, 1, 1, 1), np.float32))
+    assert "taken as 1" not in run("run", "picture.onnx", "--random", "-i", "x=x.npy").err
+    result = run("run", "nameless.onnx", "--random", "--dim", "N=1")
+    assert result.err.endswith(" (dimensions without a name of x were taken as 1: give these inputs)\n")

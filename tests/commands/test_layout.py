@@ -21,6 +21,7 @@ ARROWS: dict[str, set[str]] = {
     "formats": set(),
     "storage": {"native"},  # a map that is watched
     "encode": {"formats"},
+    "options": set(),
     "tables": {"storage"},  # sizes as text
     "native": {"formats"},
     "measure": {"runtime"},  # time and peak memory of a process
@@ -55,6 +56,8 @@ ARROWS: dict[str, set[str]] = {
         "demo",
         "bench",
         "tables",
+        "options",
+        "encode",
         "__init__",
     },
 }

@@ -105,9 +105,71 @@ def test_times_and_cases_fit(width: int) -> None:
     assert last == "onnxruntime: not installed"
     case = {"case": "14336 x 4096, block 64, M 130, float16 weight, both orders", "ratio": 0.0123, "ok": True}
     document = {"machine": "a", "cases": [case | {"kernel": "cpu/tile avx512"}], "unavailable": {}}
-    text = printed(width, tables.print_selftest, document)
+    text = printed(width, tables.print_selftest, document, True)
     assert_fits("\n".join(text.splitlines()[:-1]), max(width, 60))  # its name is whole where it has a line of its own
     assert "0.0123" in text
+
+
+def test_a_busy_machine_is_said() -> None:
+    timing = {
+        "shape": "8 x 8",
+        "m": 1,
+        "cold": False,
+        "engine": "dense",
+        "kernel": "",
+        "ours_over_it": 1.0,
+        "best": 1.0,
+    }
+    document = {"machine": {"device": "cpu"}, "threads": 2, "dtype": "float32", "bandwidth": 17.0, "timed": "wall time"}
+    document |= {"missing": []}
+    rows = [timing | {"median": 2.5}, timing | {"median": 1.9, "m": 2}]
+    said = printed(200, tables.print_bench, document | {"timings": rows})
+    assert "the machine was busy: the median is over twice the best in 1 of 2 rows; do not trust the ratios" in said
+    assert "busy" not in printed(200, tables.print_bench, document | {"timings": rows[1:]})
+
+
+def test_the_selftest_is_a_line_for_each_kernel_and_what_fails() -> None:
+    cases = [{"kernel": "cpu amx", "case": f"case {m}", "ratio": 0.25 * m, "ok": 0.25 * m <= 1} for m in range(6)]
+    document = {"machine": "a", "cases": [*cases, cases[0] | {"kernel": "reference"}], "unavailable": {"cuda": "no"}}
+    lines = [line.split() for line in printed(60, tables.print_selftest, document).splitlines()]
+    assert ["│", "cpu", "amx", "│", "6", "│", "1.25", "│", "1", "WRONG", "│"] in lines
+    assert ["│", "reference", "│", "1", "│", "0", "│", "ok", "│"] in lines
+    assert sum("case" in line[1:2] and line[0] == "│" for line in lines) == 1  # the wrong one
+    every = printed(60, tables.print_selftest, document, True).splitlines()
+    assert sum(line.startswith("│ case") for line in every) == 7
+    assert every[-1] == "6 of 7 cases hold their bound"
+
+
+def test_refusals_of_a_kind_are_one_line() -> None:
+    reason = "weight '{0}' is INT8 [{1}, 768], not INT4 or UINT4, at node 'layer.{0}'"
+    rows = [{"node": f"l{i}/MatMul", "reason": reason.format(i, 768 * i), "at": ""} for i in range(37)]
+    rows.insert(5, {"node": "odd", "reason": "Concat along axis 0, at node 'c'", "at": ""})
+    assert tables.refusals(rows) == [
+        f"refused: 37 products, e.g. l0/MatMul: {rows[0]['reason']}",
+        "refused: odd: Concat along axis 0, at node 'c'",
+    ]
+    document: dict[str, Any] = {"found": [], "refused": rows, "outside": [], "operators": {"MatMul": 38}, "advice": []}
+    document |= {"file_bytes": 1, "external_bytes": 0, "onnxruntime_bytes": 0, "unsupported": ["this"]}
+    said = printed(200, tables.print_summary, document).splitlines()
+    assert said[-1] == "no 4-bit decode chain found, 38 refused"
+    assert "`lut4tool run` does not serve it, for 1 reason:" in said
+    document |= {"found": [SITE], "refused": [], "unsupported": ["this", "that"], "packed_bytes": 1, "dense_bytes": 1}
+    said = printed(200, tables.print_summary, document).splitlines()
+    assert said[-1] == "1 chain found, 0 refused"
+    assert "`lut4tool run` does not serve it, for 2 reasons:" in said
+
+
+def test_the_demo_says_how_its_figures_agree() -> None:
+    row = {"model": "rewritten", "engine": "lut4tool", "difference": 0.0, "load_milliseconds": 1.0, "peak_bytes": 1}
+    row |= {"run_milliseconds": 1.0, "model_bytes": 1, "kernels": ["q/forward: cpu amx", "q/adjoint: cpu amx"]}
+    document = {"dim": 1024, "hidden": 2816, "sites": 14, "witness_elements": 25_690_112, "dense_bytes": 51_380_224}
+    document |= {"original_bytes": 1, "rewritten_bytes": 1, "rows": [row], "missing": {}}
+    said = printed(200, tables.print_demo, document)
+    assert (
+        "25,690,112 decoded weights were compared (each weight serves two products, and is compared for both)" in said
+    )
+    assert "its 12,845,056 weights would be 51.4 MB as float32" in said
+    assert said.endswith("lut4tool's products of packed weights were served by cpu amx\n")
 
 
 @pytest.mark.parametrize(
