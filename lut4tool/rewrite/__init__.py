@@ -135,8 +135,8 @@ def rewrite(
         written = len(serialized(model) or b"")
     else:
         written, notes = save_model(model, str(source), target, tensors, progress, added)
-    sizes = {"input_data_bytes": data, "output_data_bytes": data_bytes(model)}
-    return replace(report, input_bytes=size, output_bytes=written, notes=notes, **sizes)
+    report = replace(report, input_data_bytes=data, output_data_bytes=data_bytes(model))
+    return replace(report, input_bytes=size, output_bytes=written, notes=notes)
 
 
 def rewrite_model(

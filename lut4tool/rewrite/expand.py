@@ -107,8 +107,8 @@ def expand(
     written, notes = 0, tuple[str, ...]()
     if report.expanded:
         written, notes = save(model, str(source), target, tensors, progress)
-    sizes = {"input_data_bytes": data, "output_data_bytes": data_bytes(model) if report.expanded else 0}
-    return replace(report, input_bytes=size, output_bytes=written, notes=notes, **sizes)
+    report = replace(report, input_data_bytes=data, output_data_bytes=data_bytes(model) if report.expanded else 0)
+    return replace(report, input_bytes=size, output_bytes=written, notes=notes)
 
 
 def expand_model(model: onnx.ModelProto) -> ExpandReport:

@@ -155,7 +155,7 @@ def test_codebook_files(tmp_path, suffix):
     ("codebook", "words"),
     [
         ("nf5", "neither nf4, fp4 nor a .npy"),
-        ("missing.npy", "cannot read codebook file missing.npy: No such file"),
+        ("missing.npy", "cannot read codebook file missing.npy: no such file"),
         (np.zeros(16), "not all zero"),
         (np.full(16, np.nan), "finite"),
         (np.full(16, 1e39), "finite"),
