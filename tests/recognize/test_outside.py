@@ -102,6 +102,7 @@ def test_what_reads_it_is_named(name: str) -> None:
     (refusal,) = said(nodes, tensors)
     assert sentence in refusal.reason
     assert refusal.node in tensors
+    assert refusal.reason.count(f"'{refusal.node}'") == 1
     assert f"'{refusal.at}'" in refusal.reason
 
 

@@ -186,6 +186,8 @@ def test_large_ones_go_to_a_file(target: str, tmp_path: Path, small_limit: None)
     assert files(tmp_path) == {"in.onnx", target, f"{target}.data"}
     assert report.notes == (f"1 tensor laid out anew: 2.0 KB of external data, in {Path(target).name}.data",)
     assert report.output_bytes == dry.output_bytes == (tmp_path / target).stat().st_size
+    moved = (tmp_path / f"{target}.data").stat().st_size
+    assert (report.input_data_bytes, report.output_data_bytes, dry.output_data_bytes) == (0, moved, moved)
     after = storage.read_model(tmp_path / target)
     assert compare(built.model, after).wrong == []
     assert_same_results(built, onnx.load(tmp_path / target), [run_reference])
