@@ -322,7 +322,7 @@ def _unsupported(model: onnx.ModelProto) -> list[str] | None:
         from lut4tool.runtime import backend  # it says in an error where MLX is missing
     except Lut4Error:
         return None
-    from lut4tool.runtime.plan import check
+    from lut4tool.runtime.planning import check
 
     return check(model, backend.device("cpu"))
 

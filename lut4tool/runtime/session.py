@@ -17,7 +17,7 @@ from lut4tool.runtime.cache import Cache
 from lut4tool.runtime.dtypes import on_host, to_mx, to_numpy
 from lut4tool.runtime.feeds import Sizes, ValueInfo, describe
 from lut4tool.runtime.graph import NodeError, RunError
-from lut4tool.runtime.plan import plan
+from lut4tool.runtime.planning import plan
 from lut4tool.runtime.profile import Profile
 from lut4tool.runtime.state import State
 from lut4tool.storage import PathLike, Tensors, parse_model, read_model

@@ -23,7 +23,7 @@ from onnx.backend.test.runner import Runner
 from lut4tool.runtime import dtypes
 from lut4tool.runtime.backend import mx
 from lut4tool.runtime.graph import Step
-from lut4tool.runtime.plan import Unsupported
+from lut4tool.runtime.planning import Unsupported
 from lut4tool.runtime.session import Runtime
 
 GRADIENTS = {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto
 from places import place  # noqa: F401 - a fixture
 
-from lut4tool.runtime.plan import RunError
+from lut4tool.runtime.planning import RunError
 from lut4tool.runtime.session import Runtime
 
 

@@ -12,9 +12,8 @@ import onnx
 import pytest
 from onnx import parser
 
-from lut4tool.runtime import backend
-from lut4tool.runtime import plan as planning
-from lut4tool.runtime.plan import Unsupported, check
+from lut4tool.runtime import backend, planning
+from lut4tool.runtime.planning import Unsupported, check
 from lut4tool.runtime.session import Runtime
 
 CPU = backend.device("cpu")

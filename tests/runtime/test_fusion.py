@@ -10,8 +10,7 @@ import pytest
 from noise import session
 from onnx import helper, numpy_helper, parser
 
-from lut4tool.runtime import RunError, Runtime, convolution
-from lut4tool.runtime import plan as planning
+from lut4tool.runtime import RunError, Runtime, convolution, planning
 from lut4tool.runtime.chains import Chain
 
 pytestmark = pytest.mark.skipif(not convolution.available(), reason="no native library was compiled")

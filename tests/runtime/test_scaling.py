@@ -9,8 +9,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from lut4tool import native
-from lut4tool.runtime import int8
-from lut4tool.runtime import plan as planning
+from lut4tool.runtime import int8, planning
 from lut4tool.runtime.session import Runtime
 
 pytestmark = pytest.mark.skipif(not native.compiled(), reason="no native library was compiled")
