@@ -19,7 +19,7 @@ from onnx import TensorProto, checker, helper, numpy_helper, version_converter
 
 from lut4tool.encode import ProduceError, encode, load_codebook
 from lut4tool.formats import DTYPE_NAME, ONNX_DTYPE, Lookup4Weight
-from lut4tool.rewrite.save import check_readable, check_target, save
+from lut4tool.rewrite.save import check_target, data_bytes, save
 from lut4tool.storage import (
     PLAIN,
     Tensors,
@@ -503,7 +503,7 @@ def quantize_file(
         why = "is the model itself, whose float weights would be lost" if same else "exists"
         raise ProduceError(f"{out} {why}; --force replaces it")
     check_target(name, out, force=True)
-    check_readable(model, tensors)
+    data_bytes(model, tensors)  # or what cannot be read is said now
     options = {"codebook": codebook, "block_size": block_size, "rounding": rounding, "match": match}
     before = model.ByteSize() + sum(nbytes(tensor) for tensor in external_tensors(model))
     report = quantize(model, tensors, **options, progress=progress)  # type: ignore[arg-type]

@@ -19,7 +19,6 @@ from lut4tool.rewrite.drawing import Surroundings, surroundings
 from lut4tool.rewrite.edit import RewriteError, apply
 from lut4tool.rewrite.save import (
     Progress,
-    check_readable,
     check_target,
     data_bytes,
     fill,
@@ -121,8 +120,7 @@ def rewrite(
     model = read_model(source)
     size = source.stat().st_size
     check_target(str(source), target, force or dry_run)
-    check_readable(model, tensors)
-    data = data_bytes(model)
+    data = data_bytes(model, tensors)
     report = _checked(model, tensors, verify, vendor, True, drawn, progress)
     written, notes = 0, tuple[str, ...]()
     if not report.rewritten:

@@ -21,7 +21,7 @@ from lut4tool.recognize.proof import Refusal
 from lut4tool.recognize.qmm import Grid, Types, spell, spell_nibbles
 from lut4tool.recognize.walk import OPSETS, Constant, Place, Refuse, Scope, Walk
 from lut4tool.rewrite.edit import RewriteError
-from lut4tool.rewrite.save import Progress, check_readable, check_target, data_bytes, save
+from lut4tool.rewrite.save import Progress, check_target, data_bytes, save
 from lut4tool.storage import PathLike, Tensors, read_model, subgraphs
 
 __all__ = ["ExpandReport", "Expanded", "expand", "expand_model"]
@@ -101,8 +101,7 @@ def expand(
     model = read_model(source)
     size = source.stat().st_size
     check_target(str(source), target, force)
-    check_readable(model, tensors)
-    data = data_bytes(model)
+    data = data_bytes(model, tensors)
     report = expand_model(model)
     written, notes = 0, tuple[str, ...]()
     if report.expanded:

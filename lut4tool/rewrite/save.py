@@ -41,19 +41,15 @@ def check_target(source: str, target: str, force: bool) -> None:
         )
 
 
-def check_readable(model: onnx.ModelProto, tensors: Tensors) -> None:
-    """Raise StorageError where external data of a model is missing or cut: nothing could be said of it then.
+def data_bytes(model: onnx.ModelProto, tensors: Tensors | None = None) -> int:
+    """Bytes of external data that a model uses; what several tensors share is counted once.
 
-    No byte is read: the files are mapped.
+    With `tensors` StorageError is raised where data is missing or cut; no byte is read: the files are mapped.
     """
-    for tensor in storage.external_tensors(model):
-        tensors.raw(tensor)
-
-
-def data_bytes(model: onnx.ModelProto) -> int:
-    """Bytes of external data that a model uses; what several tensors share is counted once."""
     held: dict[tuple[str, str], int] = {}
     for tensor in storage.external_tensors(model):
+        if tensors is not None:
+            tensors.raw(tensor)
         offset = next((entry.value for entry in tensor.external_data if entry.key == "offset"), "0")
         place = storage.location(tensor), offset
         held[place] = max(held.get(place, 0), storage.nbytes(tensor))
@@ -110,6 +106,8 @@ def _data_files(target: str) -> set[str]:
 
 def _left_over(former: set[str], model: onnx.ModelProto, target: str) -> list[str]:
     """A note for each file that only the replaced model had: it is not removed, as other models may use it."""
+    if not former:
+        return []
     used = {os.path.normpath(storage.location(tensor)) for tensor in storage.external_tensors(model)}
     paths = {name: os.path.join(os.path.dirname(target), name) for name in sorted(former - used)}
     return [
