@@ -39,7 +39,7 @@ with atheris.instrument_imports(include=["lut4tool"]):
     from lut4tool import produce, recognize, rewrite, storage
     from lut4tool.errors import Lut4Error
     from lut4tool.rewrite import expand
-    from lut4tool.runtime import backend, plan, session
+    from lut4tool.runtime import backend, planning, session
 
 INTEGERS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 15, 16, 17, 64, -1, -2, 1 << 20, 1 << 31, 1 << 40, (1 << 63) - 1, -(1 << 63))
 WORDS = ("", "x", "y", "dec/packed", "MatMul", "Identity", "ai.onnx", "Gemm", "com.microsoft", "ai.lut4tool", "body")
@@ -309,7 +309,7 @@ def serve(data: bytes) -> None:
     """Everything that lut4tool does with a file; raises what is no Lut4Error."""
     with contextlib.suppress(Lut4Error):
         recognize.recognize(storage.parse_model(data))
-        plan.check(storage.parse_model(data), backend.device("cpu"))
+        planning.check(storage.parse_model(data), backend.device("cpu"))
     tensors = storage.Tensors(None)
     edits: tuple[Callable[[onnx.ModelProto], object], ...] = (
         lambda model: rewrite.rewrite_model(model, tensors, vendor=True),
