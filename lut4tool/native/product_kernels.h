@@ -350,6 +350,8 @@ INLINE void panel_along_k(const Weight &weight, const Lanes::Table &base, const 
 template <typename Weight>
 INLINE void panel_of_any(const Weight &weight, std::size_t column, std::size_t k0, std::size_t depth, float *panel) {
     const std::size_t outputs = weight.outputs(), last = outputs - column < CHUNK ? outputs : column + CHUNK;
+    // Columns past the last are multiplied too: what lies there may be subnormal, which is slow.
+    for (std::size_t i = 0; last - column < CHUNK && i < depth * CHUNK; ++i) panel[i] = 0;
     if (!weight.along_k) {
         for (std::size_t k = 0; k < depth; ++k) decode_run(weight, k0 + k, column, last, panel + k * CHUNK);
         return;
