@@ -12,12 +12,14 @@ NATIVE := pyproject.toml CMakeLists.txt $(wildcard lut4tool/native/*.c lut4tool/
 
 setup: $(STAMP)
 
-# Editable: Python runs from this tree, and the compiled module is built into lut4tool/native.
+# Editable: Python runs from this tree, and the compiled module is built into lut4tool/native. An old one goes first:
+# setup goes on where nothing can be compiled, and must not seem to have built it.
 $(STAMP): $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "scikit-build-core>=0.11" "nanobind>=3.1" "cmake>=3.26" "ninja>=1.11"
 	@echo "Installing MLX, onnx and the rest, and building the native part: a few minutes the first time."
+	rm -f lut4tool/native/_native*.so
 	$(BIN)/pip install --quiet --no-build-isolation --editable ".[$(EXTRAS)]"
 	$(BIN)/python -c "from lut4tool import native; print('lut4tool decodes with', native.describe())"
 	touch $@

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx
 import pytest
+from commanding import runner
 from onnx import TensorProto, helper, numpy_helper
 from typer.main import get_command
 
@@ -43,17 +44,8 @@ def process(*words: object, text: str = "", **options: Any) -> Done:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """A command in this process."""
-
-    def command(*words: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["lut4tool", *map(str, words)])
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            status = stop.code if isinstance(stop.code, int) else 0
-        return Done(status, *capsys.readouterr())
-
-    return command
+    run = runner(monkeypatch, capsys)
+    return lambda *words: Done(*run(*words))
 
 
 @pytest.fixture

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+from commanding import Run, runner
 from onnx import numpy_helper
 
 from build import Built, Chain, build_many
-from lut4tool import cli
 from lut4tool import rewrite as module
 from lut4tool.recognize import Report, recognize
 from lut4tool.rewrite import rewrite, rewrite_model
@@ -42,14 +41,10 @@ def bend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return bend
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    """The exit status of a command in this process."""
-    monkeypatch.setattr(sys, "argv", ["lut4tool", *map(str, words)])
-    try:
-        cli.main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    monkeypatch.chdir(tmp_path)
+    return runner(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -79,27 +74,25 @@ def test_all_that_share_a_wrong_weight_are_left(bend: Callable[..., None]) -> No
     assert model.SerializeToString(deterministic=True) == before
 
 
-def test_the_command_writes_nothing_and_ends_with_4(
-    bend: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_nothing_and_ends_with_4(bend: Callable[..., None], run: Run, tmp_path: Path) -> None:
     bend(1)
-    monkeypatch.chdir(tmp_path)
     onnx.save(build_many(SMALL).model, "in.onnx")
-    assert run(monkeypatch, "rewrite", "in.onnx", "out.onnx") == 4
-    said = capsys.readouterr()
+    said = run("rewrite", "in.onnx", "out.onnx")
+    assert said.status == 4
     assert said.err.startswith("lut4tool: WITNESS DIFFERS: MatMul1: ")
     assert said.err.count("\n") == 1
     assert "refused: MatMul1: " in said.out
     assert "nothing written" in said.out
     assert [path.name for path in tmp_path.iterdir()] == ["in.onnx"]
-    assert run(monkeypatch, "rewrite", "in.onnx", "out.onnx", "--force", "--json", "--verify") == 4
-    said = capsys.readouterr()
+    said = run("rewrite", "in.onnx", "out.onnx", "--force", "--json", "--verify")
+    assert said.status == 4
     document = json.loads(said.out)
     assert document["rewritten"] == []
     assert [site["node"] for site in document["differing"]] == ["MatMul1"]
     assert "WITNESS DIFFERS" in said.err
-    assert run(monkeypatch, "run", "in.onnx", "--rewrite", "--random") == 4
-    assert "WITNESS DIFFERS: MatMul1: " in capsys.readouterr().err
+    said = run("run", "in.onnx", "--rewrite", "--random")
+    assert said.status == 4
+    assert "WITNESS DIFFERS: MatMul1: " in said.err
 
 
 # Codes without an entry
@@ -143,12 +136,9 @@ def test_a_code_without_an_entry_leaves_the_others(
     assert [node.op_type for node in kept] == ["Gather", "MatMul", "Lookup4MatMul"]
 
 
-def test_the_command_takes_it_for_no_fault_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_command_takes_it_for_no_fault_of_its_own(run: Run) -> None:
     onnx.save(unpacked(6, 10, 99, 3).model, "in.onnx")
-    assert run(monkeypatch, "rewrite", "in.onnx", "out.onnx") == 0
-    said = capsys.readouterr()
+    said = run("rewrite", "in.onnx", "out.onnx")
+    assert said.status == 0
     assert said.err == ""
     assert "refused: MatMul0: the weight of 'MatMul0' cannot be laid out: code 99 has no entry" in said.out
